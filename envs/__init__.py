@@ -1,0 +1,78 @@
+"""Tasks: the words they share, their registry, and the response format of the text games.
+
+A task is a class in a file of its own with this surface; one instance plays one episode at a time:
+
+    tasks(split) -> list[str]              stable ids, the same on every machine; all of an episode's chance follows from its id
+    reset(task_id) -> Observation          step(action) -> Step; None is an invalid response: a turn passes, nothing is done
+    prompt(history) -> messages            chat messages; history is [(Observation, action)], the last one's action None
+    parse(response) -> (action, valid)     never raises; action is None where the format is broken
+    append_only, max_turns, words()        words(): every word that a prompt or a response can hold, for the built-in tokenizer
+    action_type(action), task_type(id)     for diagrams and reports
+    expert(rng, noise) -> response         where the task has a solver
+
+Its constructor's keyword arguments are the task's options; they are settings of `config.py` by the same names.
+"""
+
+import importlib
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+TASKS = {"sokoban": "envs.sokoban:Sokoban"}
+
+
+@dataclass(frozen=True)
+class Observation:
+    text: str
+    state_key: str  # what identifies the state, for anchor groups; not the prompt
+    actions: tuple[str, ...] | None = None  # admissible actions, or None where they cannot be listed
+    image: object = None
+
+
+@dataclass(frozen=True)
+class Step:
+    observation: Observation
+    reward: float  # without format penalty
+    done: bool
+    success: bool
+    score: float  # of the episode so far
+
+
+def load(name: str) -> type:
+    """The class of a task in TASKS, or of `path.py:Class`. Raises ValueError where there is none."""
+    path, _, attribute = TASKS.get(name, name).partition(":")
+    if name not in TASKS and not path.endswith(".py"):
+        raise ValueError(f"task {name!r}: allowed are {', '.join(TASKS)} or path.py:Class")
+    if name in TASKS:
+        return getattr(importlib.import_module(path), attribute)
+    if not Path(path).is_file():
+        raise ValueError(f"task {name!r}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, attribute):
+        raise ValueError(f"task {name!r}: {path} has no class {attribute!r}")
+    return getattr(module, attribute)
+
+
+def make(name: str, **options):
+    """A new environment of the task; unknown options raise TypeError."""
+    return load(name)(**options)
+
+
+TAGS = ("<think>", "</think>", "<action>", "</action>")
+FORMAT = re.compile(r"\s*<think>(.*)</think>\s*<action>(.*)</action>\s*", re.DOTALL)
+
+
+def parse_think_action(response: str) -> tuple[str | None, bool]:
+    """The action of `<think>..</think><action>..</action>` and whether the format holds (paper Section 3.1, (2)).
+
+    Each tag once, in order, lower case, nothing but white space outside, an action that is not blank. The action comes
+    back stripped; where the format is broken it is None. Any text may stand inside the tags but the tags themselves.
+    """
+    match = FORMAT.fullmatch(response)
+    if match is None or any(response.count(tag) != 1 for tag in TAGS):
+        return None, False
+    action = match[2].strip()
+    return (action, True) if action else (None, False)

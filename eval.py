@@ -1,0 +1,65 @@
+"""Evaluation: success with a 95 % interval and scores on held-out tasks, for a policy, a random player and the expert.
+
+    python eval.py --run runs/sokoban-sampo-seed0 --split valid_unseen --eval_levels 480
+"""
+
+import math
+import random
+
+import numpy as np
+
+from rollout import Sampling, Trajectory, play_scripted, run_episodes
+
+
+def wilson_interval(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % interval of a rate from `successes` of `count` trials (Wilson 1927): inside [0, 1], sound at 0 and at 1.
+
+        centre = (p + z^2 / 2n) / (1 + z^2 / n);   half = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
+    """
+    if not 0 <= successes <= count or count < 1:
+        raise ValueError(f"successes {successes}, count {count}: allowed is 0 <= successes <= count, count at least 1")
+    rate, scale = successes / count, 1 + z * z / count
+    centre = (rate + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Success with its interval, and the score both ways: a mean over trajectories, and one over turns, as in Table 3."""
+    played = [trajectory for trajectory in trajectories if not trajectory.error]
+    if not played:
+        raise RuntimeError(f"all {len(trajectories)} episodes failed; the first: {trajectories[0].error}")
+    wins = sum(trajectory.success for trajectory in played)
+    turns = [turn for trajectory in played for turn in trajectory.turns]
+    lengths = [len(trajectory.turns) for trajectory in played]
+    scores = [trajectory.score for trajectory in played]
+    low, high = wilson_interval(wins, len(played))
+    return {
+        "success": wins / len(played),
+        "success_low": low,
+        "success_high": high,
+        "score": float(np.mean(scores)),
+        "score_turn_weighted": float(np.average(scores, weights=lengths)),
+        "turns": float(np.mean(lengths)),
+        "format_valid": float(np.mean([turn.valid for turn in turns])),
+        "levels": len(played),
+        "failed": len(trajectories) - len(played),
+    }
+
+
+def evaluate(engine, tokenizer, envs: list, tasks: list[str], sampling: Sampling, seed: int) -> dict[str, float]:
+    """One episode of the policy on each task; the sampling seeds depend on `seed` and the task alone."""
+    keys = [("evaluation", seed, task) for task in tasks]
+    return summarise(run_episodes(engine, tokenizer, envs, tasks, keys, sampling))
+
+
+def evaluate_scripted(env, tasks: list[str], player: str, seed: int) -> dict[str, float]:
+    """One episode of the `random` player (any admissible action, always well formed) or of the `expert` on each task."""
+    rng = random.Random(f"{player} {seed}")
+
+    def respond(env, observation) -> str:
+        if player == "expert":
+            return env.expert(rng)
+        return f"<think> </think> <action> {rng.choice(observation.actions)} </action>"
+
+    return summarise([play_scripted(env, task, respond)[1] for task in tasks])

@@ -1,0 +1,297 @@
+"""Rollouts: multi-turn episodes in lock step, groups of them, dynamic sampling, and the rows and table made from them.
+
+Ids, log-probabilities, reward, state and validity of a turn travel in one record. Sampled ids are never decoded and encoded
+again: text is read from them, ids are not made from it. An episode whose environment fails is excluded and counted, never
+scored 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import chain
+
+import numpy as np
+
+from advantages import TurnTable
+from engines import Generation, Prompt
+from policy import Row
+
+
+@dataclass
+class Turn:
+    prompt_ids: list[int]  # what the engine read
+    response_ids: list[int]  # what the policy sampled, the stop token included; never empty
+    rollout_logprobs: list[float]  # reported by the engine, one per response id
+    text: str  # the response without its stop token
+    state: int  # int64 digest of the state the turn acted in
+    action: str | None  # None where the format is broken
+    valid: bool  # whether the format holds
+    admissible: bool  # whether the action is one of those the observation lists
+    reward: float  # from the environment, without penalty
+
+
+@dataclass
+class Trajectory:
+    task: str
+    turns: list[Turn] = field(default_factory=list)
+    success: bool = False
+    score: float = 0.0
+    truncated: bool = False  # ended by a limit on turns or context
+    error: str = ""  # why the episode is excluded
+
+    @property
+    def reward(self) -> float:
+        """Sum of the turns' rewards, without penalty."""
+        return sum(turn.reward for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine samples, and the limits of a prompt and a response in tokens."""
+
+    temperature: float
+    max_prompt_tokens: int
+    max_response_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def digest(*parts) -> int:
+    """A non-negative int64 that depends on the parts alone: sampling seeds, state keys."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+class Episode:
+    """One environment at play, and the trajectory it writes."""
+
+    def __init__(self, env, task: str, key: tuple, trajectory: Trajectory):
+        self.env, self.key, self.trajectory = env, key, trajectory
+        self.observation = env.reset(task)
+        self.history = []  # (observation, action) of the turns before
+
+    def messages(self) -> list[dict]:
+        """Chat messages of the coming turn."""
+        return self.env.prompt([*self.history, (self.observation, None)])
+
+    def advance(self, prompt_ids: list[int], generation: Generation, text: str) -> bool:
+        """Record the response, act on it, and say whether the episode goes on. A cut or malformed response acts as None."""
+        action, valid = self.env.parse(text)
+        if generation.truncated:
+            action, valid = None, False
+        before = self.observation
+        step = self.env.step(action)
+        self.trajectory.turns.append(
+            Turn(
+                prompt_ids=prompt_ids,
+                response_ids=generation.ids,
+                rollout_logprobs=generation.logprobs,
+                text=text,
+                state=digest(before.state_key),
+                action=action,
+                valid=valid,
+                admissible=before.actions is None or action in before.actions,
+                reward=float(step.reward),
+            )
+        )
+        self.trajectory.success, self.trajectory.score = bool(step.success), float(step.score)
+        self.history.append((before, action))
+        self.observation = step.observation
+        self.trajectory.truncated = not step.done and len(self.trajectory.turns) >= self.env.max_turns
+        return not step.done and not self.trajectory.truncated
+
+
+def prompt_ids_of(tokenizer, episodes: list[Episode]) -> list[list[int]]:
+    """Prompt ids of the coming turn of each episode: its chat template, or, where a task appends, the ids before + new text."""
+    texts = []
+    for episode in episodes:
+        if episode.env.append_only and episode.trajectory.turns:
+            texts.append(episode.env.render(episode.observation))
+        else:
+            texts.append(tokenizer.apply_chat_template(episode.messages(), tokenize=False, add_generation_prompt=True))
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for i, episode in enumerate(episodes):
+        if episode.env.append_only and episode.trajectory.turns:
+            last = episode.trajectory.turns[-1]
+            prompts[i] = last.prompt_ids + last.response_ids + prompts[i]
+    return prompts
+
+
+def run_episodes(engine, tokenizer, envs: list, tasks: list[str], keys: list[tuple], sampling: Sampling) -> list[Trajectory]:
+    """Play every task once, all environments one turn at a time; a free environment takes the next task.
+
+    keys[i] with the turn number seeds the sampling of task i, so that what it draws does not depend on the others. An
+    exception of an environment ends its episode with `error` set; one of the engine, and an interrupt, propagate.
+    """
+    trajectories = [Trajectory(task) for task in tasks]
+    waiting, free, playing = list(range(len(tasks))), list(envs), []
+    stop = {int(token) for token in engine.stop}
+    while waiting or playing:
+        while waiting and free:
+            i, env = waiting.pop(0), free.pop()
+            try:
+                playing.append(Episode(env, tasks[i], keys[i], trajectories[i]))
+            except Exception as error:
+                trajectories[i].error = f"reset: {error!r}"
+                free.append(env)
+        prompts = prompt_ids_of(tokenizer, playing)
+        ready = []
+        for episode, ids in zip(playing, prompts, strict=True):
+            if len(ids) <= sampling.max_prompt_tokens:
+                ready.append((episode, ids))
+                continue
+            free.append(episode.env)
+            episode.trajectory.truncated = True
+            if not episode.trajectory.turns:
+                episode.trajectory.error = f"first prompt has {len(ids)} tokens, max_prompt_tokens {sampling.max_prompt_tokens}"
+        if not ready:
+            playing = []
+            continue
+        generations = engine.generate(
+            [Prompt(ids) for _, ids in ready],
+            [digest(*episode.key, len(episode.trajectory.turns)) for episode, _ in ready],
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_response_tokens,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        texts = tokenizer.batch_decode([g.ids[:-1] if g.ids[-1] in stop else g.ids for g in generations])
+        playing = []
+        for (episode, ids), generation, text in zip(ready, generations, texts, strict=True):
+            try:
+                goes_on = episode.advance(ids, generation, text)
+            except Exception as error:
+                episode.trajectory.error, goes_on = f"turn {len(episode.trajectory.turns)}: {error!r}", False
+            playing.append(episode) if goes_on else free.append(episode.env)
+    return trajectories
+
+
+def play_scripted(env, task: str, respond: Callable) -> tuple[list[tuple[list[dict], str]], Trajectory]:
+    """An episode without a model: respond(env, observation) -> text. Returns [(messages, text)] of its turns and the trajectory."""
+    episode = Episode(env, task, (), Trajectory(task))
+    said, goes_on = [], True
+    while goes_on:
+        text = respond(env, episode.observation)
+        said.append((episode.messages(), text))
+        goes_on = episode.advance([], Generation([], [], False), text)
+    return said, episode.trajectory
+
+
+class TaskStream:
+    """Training tasks in a shuffled order that depends on the seed alone, a new one each epoch; `position` is all its state."""
+
+    def __init__(self, tasks: list[str], seed: int, position: int = 0):
+        self.tasks, self.seed, self.position = tasks, seed, position
+
+    def take(self, count: int) -> list[str]:
+        """The next `count` tasks."""
+        taken = []
+        for position in range(self.position, self.position + count):
+            epoch, offset = divmod(position, len(self.tasks))
+            taken.append(self.tasks[self._order(epoch)[offset]])
+        self.position += count
+        return taken
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if getattr(self, "_epoch", None) != epoch:
+            self._epoch, self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.tasks))
+        return self._permutation
+
+
+def is_informative(group: list[Trajectory]) -> bool:
+    """The paper's constraint on a group (Eq. 7, 8): some, not all, of its surviving trajectories succeed."""
+    survivors = [trajectory for trajectory in group if not trajectory.error]
+    return 0 < sum(trajectory.success for trajectory in survivors) < len(survivors)
+
+
+def collect_groups(
+    sample: Callable[[int], list[list[Trajectory]]],
+    num_groups: int,
+    *,
+    dynamic_sampling: bool,
+    max_tries: int = 1,
+    fill_uniform: bool = False,
+    max_failures: float = 0.2,
+) -> tuple[list[list[Trajectory]], dict[str, float]]:
+    """Groups to train on, and what was seen before the filter; sample(attempt) plays `num_groups` new groups.
+
+    With dynamic sampling only informative groups are kept, in order of (attempt, prompt); attempts go on until `num_groups`
+    are kept or `max_tries` were made, and what was kept is trained on, be it nothing. Surplus groups are dropped. fill_uniform
+    fills the gap with the rest (the released code). Raises RuntimeError when more than `max_failures` of all episodes failed.
+    """
+    kept, rest, everything = [], [], []
+    attempt = 0
+    while attempt < (max_tries if dynamic_sampling else 1) and len(kept) < num_groups:
+        groups = sample(attempt)
+        everything += groups
+        for group in groups:
+            keep = is_informative(group) if dynamic_sampling else any(not trajectory.error for trajectory in group)
+            (kept if keep else rest).append([trajectory for trajectory in group if not trajectory.error])
+        attempt += 1
+    episodes = list(chain.from_iterable(everything))
+    failed = [trajectory for trajectory in episodes if trajectory.error]
+    if len(failed) > max_failures * len(episodes):
+        raise RuntimeError(
+            f"{len(failed)} of {len(episodes)} episodes failed, max_failures {max_failures}; the first: {failed[0].error}"
+        )
+    if fill_uniform:
+        kept += [group for group in rest if group]
+    return kept[:num_groups], sampling_stats(everything, len(kept), attempt)
+
+
+def sampling_stats(groups: list[list[Trajectory]], kept: int, tries: int) -> dict[str, float]:
+    """Rates over all sampled groups, before any filter, so that they are not biased by it."""
+    groups = [[trajectory for trajectory in group if not trajectory.error] for group in groups]
+    episodes = [trajectory for group in groups for trajectory in group]
+    turns = [turn for trajectory in episodes for turn in trajectory.turns]
+    wins = [np.mean([trajectory.success for trajectory in group]) for group in groups if group]
+    return {
+        "train/success": float(np.mean([trajectory.success for trajectory in episodes])),
+        "train/reward": float(np.mean([trajectory.reward for trajectory in episodes])),
+        "train/turns": float(np.mean([len(trajectory.turns) for trajectory in episodes])),
+        "train/all_pass": float(np.mean([rate == 1 for rate in wins])),
+        "train/all_fail": float(np.mean([rate == 0 for rate in wins])),
+        "format_valid": float(np.mean([turn.valid for turn in turns])),
+        "admissible": float(np.mean([turn.admissible for turn in turns if turn.valid] or [0.0])),
+        "response_length": float(np.mean([len(turn.response_ids) for turn in turns])),
+        "truncated": float(np.mean([trajectory.truncated for trajectory in episodes])),
+        "episodes": len(episodes),
+        "tries": tries,
+        "groups_kept": kept,
+    }
+
+
+def make_rows(groups: list[list[Trajectory]], append_only: bool = False) -> list[Row]:
+    """One row a turn, or, where the context only grows, one a trajectory. Sequences are numbered as in `turn_table`."""
+    rows, sequence = [], 0
+    for trajectory in chain.from_iterable(groups):
+        merged = None
+        for turn in trajectory.turns:
+            ids, start = turn.prompt_ids + turn.response_ids, len(turn.prompt_ids)
+            sampled = list(range(start, len(ids)))
+            if not sampled:
+                raise ValueError(f"turn without a sampled token in {trajectory.task}")
+            if merged is None:
+                merged = Row(ids, sampled, [sequence] * len(sampled))
+                rows.append(merged)
+            elif turn.prompt_ids[: len(merged.ids)] != merged.ids:
+                raise ValueError(f"the context of {trajectory.task} was rewritten: a prompt must start with the ids before it")
+            else:
+                merged.ids = ids
+                merged.sampled += sampled
+                merged.sequence += [sequence] * len(sampled)
+            if not append_only:
+                merged = None
+            sequence += 1
+    return rows
+
+
+def turn_table(groups: list[list[Trajectory]], entropy: np.ndarray) -> TurnTable:
+    """The turns of all groups in order of (group, trajectory, turn), with the old policy's entropy [N] of each."""
+    records = [
+        (g, t, k, turn.state, turn.reward, turn.valid, trajectory.success)
+        for t, (g, trajectory) in enumerate((g, trajectory) for g, group in enumerate(groups) for trajectory in group)
+        for k, turn in enumerate(trajectory.turns)
+    ]
+    columns = zip(*records, strict=True)
+    dtypes = (np.int64, np.int64, np.int64, np.int64, np.float64, bool, bool)
+    return TurnTable(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)), entropy)

@@ -1,0 +1,87 @@
+"""Behaviour cloning, the first step of the paper's recipe (Section 3.1, (1)): from an expert, or from own solved rollouts.
+
+The policy after cloning is where RL starts and what its KL refers to. Prompts are those of RL, turn by turn.
+"""
+
+import random
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from envs import TAGS
+from policy import Row, make_packs, sampled_logprobs
+from rollout import Trajectory, make_rows, play_scripted
+
+
+def malform(response: str, rng: random.Random) -> str:
+    """The response without one of its tags."""
+    return response.replace(rng.choice(TAGS), "", 1)
+
+
+def expert_rows(env, tasks, tokenizer, count: int, noise: float, malformed: float, rng: random.Random) -> list[Row]:
+    """Turns of `count` solved episodes of a noisy expert that sometimes breaks the format; unsolved episodes are dropped.
+
+    Raises RuntimeError if fewer than one episode in a hundred is solved.
+    """
+
+    def respond(env, observation) -> str:
+        response = env.expert(rng, noise)
+        return malform(response, rng) if rng.random() < malformed else response
+
+    turns, solved = [], 0
+    for played in range(100 * count):
+        said, trajectory = play_scripted(env, tasks[played % len(tasks)], respond)
+        if trajectory.success:
+            turns += said
+            solved += 1
+        if solved == count:
+            break
+    else:
+        raise RuntimeError(f"the expert solved {solved} of {100 * count} episodes; sft_episodes {count} cannot be had")
+    texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m, _ in turns]
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    responses = tokenizer([text for _, text in turns], add_special_tokens=False)["input_ids"]
+    rows = []
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids = prompt + response + [tokenizer.eos_token_id]
+        rows.append(Row(ids, list(range(len(prompt), len(ids))), [i] * (len(response) + 1)))
+    return rows
+
+
+def solved_rows(trajectories: list[Trajectory], append_only: bool) -> list[Row]:
+    """Rows of the trajectories that succeeded, token by token as they were sampled. RuntimeError if none did."""
+    solved = [trajectory for trajectory in trajectories if trajectory.success and not trajectory.error]
+    if not solved:
+        raise RuntimeError(f"none of {len(trajectories)} own rollouts succeeded: there is nothing to clone; see --sft_data")
+    return make_rows([solved], append_only)
+
+
+def clone(
+    model, accelerator, rows: list[Row], *, steps: int, batch: int, learning_rate: float, weight_decay: float,
+    tokens_per_micro_batch: int, pad: int, rng: np.random.Generator,
+) -> list[float]:
+    """Maximise the log-probability of the rows' sampled tokens, temperature 1; returns the loss, nats a token, of each step.
+
+        loss = -sum(logprobs) / number of tokens of the batch;   AdamW, warm-up over a tenth of the steps, then linearly to 0
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    schedule = lambda step: min((step + 1) / max(1, steps // 10), (steps - step) / max(1, steps - steps // 10))  # noqa: E731
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    history = []
+    for _ in tqdm(range(steps), desc="cloning", leave=False):
+        chosen = [rows[i] for i in rng.integers(len(rows), size=batch)]
+        packs = make_packs(chosen, tokens_per_micro_batch, pad, accelerator.device)
+        tokens = sum(len(pack.tokens) for pack in packs)
+        total = 0.0
+        for pack in packs:
+            logprobs, _ = sampled_logprobs(model, pack, 1.0)
+            loss = -logprobs.sum() / tokens
+            accelerator.backward(loss)
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        history.append(total)
+    return history

@@ -2,8 +2,8 @@
 
     ADVANTAGES[name](turns, *, numbers) -> advantages [N], float64
 
-A group is all trajectories of one task instance. A constant group gets exactly 0, and so does a group of one: never NaN,
-never the raw reward. Paper: arXiv 2602.21534, Appendix A.3.
+A group is all trajectories of one task instance. A constant group gets exactly 0, and so does a group of one: never
+NaN, never the raw reward. Paper: arXiv 2602.21534, Appendix A.3.
 """
 
 from dataclasses import dataclass, fields
@@ -79,8 +79,8 @@ def step_returns(rewards: ndarray, trajectories: ndarray, turns: ndarray, gamma:
 def _penalised(turns: TurnTable, penalty: float, penalty_scope: str) -> tuple[ndarray, ndarray]:
     """Rewards [N] with the format penalty inside, and the part [N] that stays with its own turn, by penalty_scope.
 
-    turn_sum: part of that turn's reward, hence of returns. episode: once, on the last turn, if any turn is invalid (the
-    paper's words). turn_local: only on that turn's own values, after discounting (the released code).
+    turn_sum: part of that turn's reward, hence of returns. episode: once, on the last turn, if any turn is invalid
+    (the paper's words). turn_local: only on that turn's own values, after discounting (the released code).
     """
     invalid, none = ~turns.valid, np.zeros(len(turns.turn))
     if penalty_scope == "turn_sum":
@@ -166,7 +166,8 @@ def empg(
         h          = (entropy - min) / (max - min + 1e-8)    over the batch; the paper leaves the form open
         advantages = exp(-k * h) / mean(exp(-k * h)) * grpo + zeta * exp(-k_next * h of the next turn)
 
-    No bonus on a last turn; the mean over the batch is subtracted at the end. The next turn is found by (trajectory, turn).
+    No bonus on a last turn; the mean over the batch is subtracted at the end. The next turn is found by
+    (trajectory, turn).
     """
     advantages = grpo(turns, std=std, baseline=baseline, penalty=penalty, penalty_scope=penalty_scope)
     if not len(advantages):

@@ -1,4 +1,4 @@
-"""Settings: one flat dataclass, one flag a field. Precedence: default < recipe (task, surrogate, advantage) < command line."""
+"""Settings: one flat dataclass, one flag a field. Default < method < recipe < command line."""
 
 import difflib
 import inspect
@@ -9,8 +9,9 @@ from typing import Literal
 
 from transformers import HfArgumentParser
 
+import envs
 from grpo import METHODS, Method
-from recipes import recipe
+from recipes import SAMPO_RELEASED, recipe
 
 
 def knob(default, text: str):
@@ -24,7 +25,9 @@ class Config:
     method: Literal[tuple(METHODS)] = knob("sampo", "point in the four dimensions; python grpo.py prints the table")
     task: str = knob("sokoban", "a task of envs/, or path.py:Class")
     model: str = knob("", "folder or hub name of a causal language model; empty is the built-in tiny one")
-    recipe: Literal["auto", "tiny", "paper"] = knob("auto", "numbers to start from; auto is paper with --model, else tiny")
+    recipe: Literal["auto", "tiny", "paper"] = knob(
+        "auto", "numbers to start from; auto is paper with --model, else tiny"
+    )
     seed: int = knob(0, "of everything random")
     output: str = knob("runs", "folder of run folders")
     name: str = knob("", "run folder in output; empty is <task>-<method>-seed<seed>")
@@ -50,6 +53,7 @@ class Config:
     baseline: Literal["trajectory", "turn"] = knob("trajectory", "what counts once in a group's mean and deviation")
     penalty: float = knob(0.1, "format penalty of an invalid response")
     penalty_scope: Literal["turn_sum", "episode", "turn_local"] = knob("turn_sum", "where the format penalty lands")
+    inadmissible_is_invalid: bool = knob(False, "penalise well-formed actions that are not listed (released code)")
     gamma: float = knob(0.95, "gigpo: discount of step returns, by turn")
     omega: float = knob(1.0, "gigpo: weight of the step advantage")
     k: float = knob(1.0, "empg: sensitivity to the turn's entropy")
@@ -74,10 +78,13 @@ class Config:
     max_prompt_tokens: int = knob(2048, "a longer prompt ends the episode as truncated")
     max_response_tokens: int = knob(512, "a response cut here is invalid")
     max_tries: int = knob(3, "dynamic sampling: rollouts of a step at most")
+    filter_cold_start: int = knob(0, "dynamic sampling: steps before it starts (released code)")
     fill_uniform: bool = knob(False, "dynamic sampling: fill the last gap with uninformative groups (released code)")
     max_failures: float = knob(0.2, "share of crashed episodes above which the run stops")
     # cloning
-    sft_data: Literal["expert", "rollouts"] = knob("expert", "clone a noisy expert, or the model's own solved rollouts")
+    sft_data: Literal["expert", "rollouts"] = knob(
+        "expert", "clone a noisy expert, or the model's own solved rollouts"
+    )
     sft_episodes: int = knob(2000, "solved episodes to clone (expert), or episodes to sample (rollouts)")
     sft_steps: int = knob(500, "optimizer steps; 0 is no cloning")
     sft_batch: int = knob(128, "rows (turns) of a cloning step")
@@ -101,8 +108,12 @@ class Config:
     min_solution: int = knob(3, "sokoban: moves of the shortest solution, at least")
     max_solution: int = knob(8, "sokoban: moves of the shortest solution, at most")
     max_turns: int = knob(12, "turns of an episode")
-    observation: Literal["coords", "grid"] = knob("coords", "sokoban: coordinates of the objects, or a raster of symbols")
-    prompt_style: Literal["compact", "words"] = knob("compact", "the bare observation, or the paper's prompt around it")
+    observation: Literal["coords", "grid"] = knob(
+        "coords", "sokoban: coordinates of the objects, or a raster of symbols"
+    )
+    prompt_style: Literal["compact", "words"] = knob(
+        "compact", "the bare observation, or the paper's prompt around it"
+    )
     history: int = knob(0, "turns before the current one that a prompt shows")
 
     def __post_init__(self):
@@ -111,14 +122,16 @@ class Config:
 
 # name: (smallest, largest) value
 LIMITS = {
-    **dict.fromkeys(("seed", "fill_uniform"), (0, 2**32 - 1)),
-    **dict.fromkeys(("steps", "sft_steps", "eval_top_k", "history", "max_walls"), (0, 10**6)),
+    "seed": (0, 2**32 - 1),
+    **dict.fromkeys(("steps", "sft_steps", "filter_cold_start", "eval_top_k", "history", "max_walls"), (0, 10**6)),
     **dict.fromkeys(("epochs", "mini_batch", "groups_per_step", "group_size", "max_tries", "max_turns"), (1, 10**6)),
     **dict.fromkeys(("sft_episodes", "sft_batch", "eval_every", "eval_levels", "layers", "boxes"), (1, 10**6)),
     **dict.fromkeys(("min_solution", "max_solution"), (1, 1000)),
     **dict.fromkeys(("max_prompt_tokens", "max_response_tokens", "tokens_per_micro_batch"), (1, 10**7)),
     **dict.fromkeys(("gamma", "max_failures", "expert_noise", "malformed"), (0.0, 1.0)),
-    **dict.fromkeys(("penalty", "omega", "k", "k_next", "zeta", "kl_coef", "entropy_coef", "weight_decay"), (0.0, 1e3)),
+    **dict.fromkeys(
+        ("penalty", "omega", "k", "k_next", "zeta", "kl_coef", "entropy_coef", "weight_decay"), (0.0, 1e3)
+    ),
     **dict.fromkeys(("clip_low", "clip_high", "dual_clip", "max_minutes"), (0.0, 1e6)),
     **dict.fromkeys(("tau_pos", "tau_neg", "temperature"), (1e-3, 1e3)),
     **dict.fromkeys(("learning_rate", "sft_learning_rate"), (0.0, 1.0)),
@@ -153,7 +166,9 @@ class Parser(HfArgumentParser):
     """HfArgumentParser without abbreviations, whose errors are one line and exit code 2."""
 
     def __init__(self):
-        super().__init__(Config, allow_abbrev=False, description="Stable agentic RL; a flag left out takes the recipe's value.")
+        super().__init__(
+            Config, allow_abbrev=False, description="Stable agentic RL; a flag left out takes the recipe's value."
+        )
         for action in self._actions:
             action.default = SUPPRESS  # so that the namespace holds what was typed, and nothing else
 
@@ -167,17 +182,20 @@ class Parser(HfArgumentParser):
         if unknown:
             flags = [option for action in self._actions for option in action.option_strings]
             close = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
-            self.error(f"{' '.join(unknown)}: no such flag; " + (f"the nearest is {close[0]}" if close else "see --help"))
+            self.error(
+                f"{' '.join(unknown)}: no such flag; " + (f"the nearest is {close[0]}" if close else "see --help")
+            )
         return vars(typed)
 
 
 def resolve(typed: dict) -> tuple[Config, dict[str, str]]:
-    """The settings and where each came from: defaults, the method, its recipe, and `typed` over all. ValueError if bad."""
+    """The settings and where each came from: default, method, recipe, or `typed`, which wins. ValueError if bad."""
     get = {item.name: item.default for item in fields(Config)} | typed
     method = {item.name: getattr(METHODS[get["method"]], item.name) for item in fields(Method)}
     get |= method | typed
     which = get["recipe"] if get["recipe"] != "auto" else "paper" if get["model"] else "tiny"
     layers = [(f"method {get['method']}", method), *recipe(get["task"], which, get["surrogate"], get["advantage"])]
+    layers += [("sampo_released", SAMPO_RELEASED)] if get["method"] == "sampo_released" else []
     values, source = {}, {item.name: "default" for item in fields(Config)}
     for where, layer in [*layers, ("command line", typed)]:
         values |= layer
@@ -200,3 +218,9 @@ def numbers_of(function, config: Config) -> dict:
     names = {item.name for item in fields(config)}
     parameters = inspect.signature(function).parameters.values()
     return {p.name: getattr(config, p.name) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in names}
+
+
+def make_envs(config: Config, count: int) -> list:
+    """`count` environments of the task, with the settings that its constructor names as options. ValueError if bad."""
+    task = envs.load(config.task)
+    return [task(**numbers_of(task, config)) for _ in range(count)]

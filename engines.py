@@ -2,8 +2,9 @@
 
     generate(prompts, seeds, *, temperature, max_tokens, top_p, top_k) -> list[Generation]
 
-Every prompt has a seed of its own, and its draws depend on nothing else in the batch. The log-probabilities are those of
-log_softmax(logits / temperature), before top_p and top_k, which serve evaluation alone: training samples from all tokens.
+Every prompt has a seed of its own, and its draws depend on nothing else in the batch. The log-probabilities are
+those of log_softmax(logits / temperature), before top_p and top_k, which serve evaluation alone: training samples
+from all tokens.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Generation:
 
 
 def choose(logits: Tensor, uniform: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """Sample one token a row by inverting the cumulative distribution: logits [B, V], uniform [B] in [0, 1) -> ids [B].
+    """Sample one token a row by inverting its cumulative distribution: logits [B, V], uniform [B] < 1 -> ids [B].
 
     top_k keeps the k most likely tokens (0: all), top_p the fewest whose probability reaches p, at least one.
     """
@@ -46,11 +47,13 @@ def choose(logits: Tensor, uniform: Tensor, top_p: float = 1.0, top_k: int = 0) 
 
 
 class TransformersEngine:
-    """Batched decoding with a KV cache by any Transformers model; it shares the trainer's weights, so none can be stale."""
+    """Batched decoding with a KV cache by a Transformers model; it shares the trainer's weights: none can be stale."""
 
-    def __init__(self, model, stop_ids: list[int], pad: int):
-        self.model, self.pad = model, pad
-        self.stop = torch.tensor(sorted(set(stop_ids)), device=model.device)
+    def __init__(self, model, tokenizer):
+        self.model, self.pad = model, tokenizer.pad_token_id
+        stop = model.generation_config.eos_token_id or []
+        stop = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])}
+        self.stop = torch.tensor(sorted(stop), device=model.device)
 
     @torch.no_grad()
     def generate(
@@ -78,14 +81,18 @@ class TransformersEngine:
         tokens, logprobs = [], []
         stopped = torch.zeros(count, dtype=torch.bool, device=device)
         for t in range(max_tokens):
-            logits = self.model(
-                input_ids=ids,
-                attention_mask=mask if padded else None,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1].float()  # [B, V]
+            logits = (
+                self.model(
+                    input_ids=ids,
+                    attention_mask=mask if padded else None,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+                .logits[:, -1]
+                .float()
+            )  # [B, V]
             logits = logits / temperature if temperature else logits
             token = choose(logits, uniform[:, t], top_p, top_k) if temperature else logits.argmax(-1)
             tokens.append(token)

@@ -1,20 +1,28 @@
 """Evaluation: success with a 95 % interval and scores on held-out tasks, for a policy, a random player and the expert.
 
-    python eval.py --run runs/sokoban-sampo-seed0 --split valid_unseen --eval_levels 480
+python eval.py --run runs/sokoban-sampo-seed0 --split valid_unseen --eval_levels 480
 """
 
+import json
 import math
 import random
+import warnings
+from argparse import ArgumentParser
+from pathlib import Path
 
 import numpy as np
+import torch
 
+from config import Config, Parser, make_envs
+from engines import TransformersEngine
+from policy import load_policy
 from rollout import Sampling, Trajectory, play_scripted, run_episodes
 
 
 def wilson_interval(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
     """95 % interval of a rate from `successes` of `count` trials (Wilson 1927): inside [0, 1], sound at 0 and at 1.
 
-        centre = (p + z^2 / 2n) / (1 + z^2 / n);   half = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
+    centre = (p + z^2 / 2n) / (1 + z^2 / n);   half = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
     """
     if not 0 <= successes <= count or count < 1:
         raise ValueError(f"successes {successes}, count {count}: allowed is 0 <= successes <= count, count at least 1")
@@ -25,7 +33,7 @@ def wilson_interval(successes: int, count: int, z: float = 1.959964) -> tuple[fl
 
 
 def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Success with its interval, and the score both ways: a mean over trajectories, and one over turns, as in Table 3."""
+    """Success with its interval, and the score both ways: mean over trajectories, and over turns as in Table 3."""
     played = [trajectory for trajectory in trajectories if not trajectory.error]
     if not played:
         raise RuntimeError(f"all {len(trajectories)} episodes failed; the first: {trajectories[0].error}")
@@ -47,14 +55,29 @@ def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
     }
 
 
-def evaluate(engine, tokenizer, envs: list, tasks: list[str], sampling: Sampling, seed: int) -> dict[str, float]:
-    """One episode of the policy on each task; the sampling seeds depend on `seed` and the task alone."""
-    keys = [("evaluation", seed, task) for task in tasks]
+def panel(env, split: str, count: int) -> list[str]:
+    """The first `count` tasks of a split. ValueError where it has fewer."""
+    tasks = env.tasks(split)
+    if count > len(tasks):
+        raise ValueError(f"--eval_levels {count}: allowed is 1 to {len(tasks)}, the tasks of {split}")
+    return tasks[:count]
+
+
+def evaluate(engine, tokenizer, envs: list, tasks: list[str], config: Config) -> dict[str, float]:
+    """One episode of the policy on each task, sampled by the settings eval_*, seeded by run and task."""
+    sampling = Sampling(
+        config.eval_temperature,
+        config.max_prompt_tokens,
+        config.max_response_tokens,
+        config.eval_top_p,
+        config.eval_top_k,
+    )
+    keys = [("evaluation", config.seed, task) for task in tasks]
     return summarise(run_episodes(engine, tokenizer, envs, tasks, keys, sampling))
 
 
 def evaluate_scripted(env, tasks: list[str], player: str, seed: int) -> dict[str, float]:
-    """One episode of the `random` player (any admissible action, always well formed) or of the `expert` on each task."""
+    """One episode of the `random` player (admissible actions, well formed) or of the `expert` on each task."""
     rng = random.Random(f"{player} {seed}")
 
     def respond(env, observation) -> str:
@@ -63,3 +86,29 @@ def evaluate_scripted(env, tasks: list[str], player: str, seed: int) -> dict[str
         return f"<think> </think> <action> {rng.choice(observation.actions)} </action>"
 
     return summarise([play_scripted(env, task, respond)[1] for task in tasks])
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Evaluate the model of a run folder with that run's settings; further flags override them. Prints JSON."""
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
+    first = ArgumentParser("eval.py", allow_abbrev=False, add_help=False)
+    first.add_argument("--run", required=True, help="run folder of train.py")
+    first.add_argument("--split", default="valid_seen", help="tasks to play: valid_seen, valid_unseen or train")
+    options, rest = first.parse_known_args(argv)
+    parser = Parser()
+    typed, folder = parser.read(rest), Path(options.run)
+    try:
+        config = Config(**json.loads((folder / "config.json").read_text()) | {"model": str(folder / "model")} | typed)
+        envs = make_envs(config, config.groups_per_step * config.group_size)
+        tasks = panel(envs[0], options.split, config.eval_levels)
+        model, tokenizer = load_policy(config.model, [], config.hidden, config.layers, config.dtype)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    result = evaluate(TransformersEngine(model, tokenizer), tokenizer, envs, tasks, config)
+    print(json.dumps({"run": str(folder), "split": options.split, **result}, indent=1))
+    return result
+
+
+if __name__ == "__main__":
+    main()

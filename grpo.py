@@ -1,7 +1,8 @@
 """The method as a point in four dimensions (the paper's Table 1), and the policy update that all methods share.
 
-`python grpo.py` prints the table. A method says which loss aggregation, which clipping of the importance ratio (with or
-without the sequence mask), whether groups are filtered, and which advantage; the numbers are in recipes.py.
+`python grpo.py` prints the table. A method says which loss aggregation, which clipping of the importance ratio
+(with or without the sequence mask), whether groups are filtered, and which advantage; the numbers are in
+recipes.py.
 """
 
 import math
@@ -82,8 +83,9 @@ def policy_loss(
 
         loss = reduce(keep * surrogate) + kl_coef * reduce(kl) - entropy_coef * reduce(entropy)
 
-    surrogate(logprobs, old_logprobs, advantages, sequence) -> losses [M], stats. reduce(losses, sequence) -> scalar, with the
-    denominators of the optimizer batch. delta None is no sequence mask; the KL and entropy terms know no mask.
+    surrogate(logprobs, old_logprobs, advantages, sequence) -> losses [M], stats. reduce(losses, sequence) ->
+    scalar, with the denominators of the optimizer batch. delta None is no sequence mask; the KL and entropy terms
+    know no mask.
     """
     batch = (logprobs, pack.old_logprobs, pack.advantages, pack.sequence)
     losses, stats = surrogate(*batch)
@@ -122,8 +124,8 @@ def update_policy(
 ) -> dict[str, float]:
     """One rollout's updates: an optimizer step for each mini-batch in each epoch. Returns means over them for the log.
 
-    Gradients add up over the micro-batches of a mini-batch with its global denominators, and are clipped once. A step with a
-    non-finite gradient is skipped and counted. `terms` are the numbers of `policy_loss`.
+    Gradients add up over the micro-batches of a mini-batch with its global denominators, and are clipped once. A
+    step with a non-finite gradient is skipped and counted. `terms` are the numbers of `policy_loss`.
     """
     log = {"loss": [], "grad_norm": [], "skipped_updates": 0}
     sums, tokens = {}, 0

@@ -1,7 +1,8 @@
 """Policy-gradient losses on flat sampled tokens: importance-sampling clipping and loss aggregation of ARLArena.
 
-The batch is flat. `logprobs [M]`, `old_logprobs [M]` and `advantages [M]` hold one entry per sampled token, `sequence [M]`
-(int64, 0..N-1) the sequence (turn) it belongs to. There is no prompt, no padding and no mask, so nothing can leak in.
+The batch is flat. `logprobs [M]`, `old_logprobs [M]` and `advantages [M]` hold one entry per sampled token,
+`sequence [M]` (int64, 0..N-1) the sequence (turn) it belongs to. There is no prompt, no padding and no mask, so
+nothing can leak in.
 
     surrogate(logprobs, old_logprobs, advantages, sequence, *, numbers) -> losses [M], stats
     aggregate(losses, sequence, mode, *, num_tokens, num_sequences) -> scalar
@@ -59,8 +60,9 @@ def ppo_clip(
         ratio  = exp(logprobs - old_logprobs)
         losses = -min(ratio * advantages, clip(ratio, 1 - clip_low, 1 + clip_high) * advantages)
 
-    dual_clip > 1 bounds the loss of a negative advantage by dual_clip * |advantages| (arXiv 1912.09729; not in the paper,
-    on in its code); 0 is off. All tensors [M]; returns losses [M] and the tokens clipped from below and from above [M].
+    dual_clip > 1 bounds the loss of a negative advantage by dual_clip * |advantages| (arXiv 1912.09729; not in the
+    paper, on in its code); 0 is off. All tensors [M]; returns losses [M] and the tokens clipped from below and from
+    above [M].
     """
     _check(sequence, logprobs, old_logprobs, advantages)
     _check_numbers(clip_low=(clip_low, 0, float("inf")), clip_high=(clip_high, 0, float("inf")))
@@ -89,7 +91,8 @@ def cispo(
         ratio  = exp(logprobs - old_logprobs)
         losses = -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * advantages * logprobs
 
-    clip_low = 1 (Table 6) clips from above only. No minimum, no condition on the sign of the advantage. All tensors [M].
+    clip_low = 1 (Table 6) clips from above only. No minimum, no condition on the sign of the advantage. All tensors
+    [M].
     """
     _check(sequence, logprobs, old_logprobs, advantages)
     _check_numbers(clip_low=(clip_low, 0, float("inf")), clip_high=(clip_high, 0, float("inf")))

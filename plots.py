@@ -24,15 +24,21 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def plot_curves(folder: Path, title: str) -> Path:
-    """Draw success, format, KL, gradient norm, entropy and clip fraction of a run over its steps to folder/curves.png."""
+    """Draw the PANELS of a run over its steps to folder/curves.png."""
     metrics = read_metrics(folder / "metrics.jsonl")
     figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
     for axis, (name, keys) in zip(axes.flat, PANELS.items(), strict=True):
         for key in keys:
             points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
             held_out = key.startswith("eval/")
-            axis.plot(*zip(*points, strict=True) if points else ((), ()), marker="o" if held_out else None, ms=4, lw=1.6,
-                      color="#D55E00" if held_out else "#0072B2", label="held out" if held_out else "training")
+            axis.plot(
+                *zip(*points, strict=True) if points else ((), ()),
+                marker="o" if held_out else None,
+                ms=4,
+                lw=1.6,
+                color="#D55E00" if held_out else "#0072B2",
+                label="held out" if held_out else "training",
+            )
             if held_out:
                 bounds = [(m["step"], m["eval/success_low"], m["eval/success_high"]) for m in metrics if key in m]
                 axis.fill_between(*zip(*bounds, strict=True), color="#D55E00", alpha=0.2, lw=0)

@@ -1,8 +1,8 @@
 """The policy: a causal language model, and the log-probabilities it gives to the tokens that were sampled from it.
 
-A row is what the model reads at once; its `sampled` positions hold the tokens of the policy, every other one is context. Rows
-are packed into a rectangle by right padding. The logit at position p - 1 scores the token at p: this alignment is made once,
-in `pack`, and everything after it is flat [M].
+A row is what the model reads at once; its `sampled` positions hold the tokens of the policy, every other one is
+context. Rows are packed into a rectangle by right padding. The logit at position p - 1 scores the token at p: this
+alignment is made once, in `pack`, and everything after it is flat [M].
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a word, split at white space; a word outside `words` is an error, not an unknown token."""
+    """A tokenizer with one token a word, split at white space; a word outside `words` is an error."""
     vocabulary = dict.fromkeys([PAD, END, "<|system|>", "<|user|>", "<|assistant|>", *words])
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -31,7 +31,7 @@ def tiny_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(vocabulary: int, hidden: int, layers: int, eos: int, pad: int) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 with `hidden` channels, heads of 16 and tied embeddings; draws from torch's generator."""
+    """A randomly initialised Qwen3 with `hidden` channels, heads of 16 and tied embeddings."""
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -50,7 +50,7 @@ def tiny_model(vocabulary: int, hidden: int, layers: int, eos: int, pad: int) ->
 
 
 def load_policy(model: str, words: list[str], hidden: int, layers: int, dtype: str):
-    """(model, tokenizer): the built-in tiny policy where `model` is empty, else a folder or a hub name. OSError if absent."""
+    """(model, tokenizer): the built-in tiny policy where `model` is empty, else a folder or hub name, or OSError."""
     if not model:
         tokenizer = tiny_tokenizer(words)
         return tiny_model(len(tokenizer), hidden, layers, tokenizer.eos_token_id, tokenizer.pad_token_id), tokenizer
@@ -103,7 +103,7 @@ def pack(rows: list[Row], pad: int, device="cpu") -> Pack:
 
 
 def make_packs(rows: list[Row], tokens_per_micro_batch: int, pad: int, device="cpu") -> list[Pack]:
-    """Micro-batches of rows of like length, each at most `tokens_per_micro_batch` with padding (a longer row stands alone)."""
+    """Micro-batches of rows of like length, at most `tokens_per_micro_batch` with padding or a single row."""
     packs, batch = [], []
     for row in sorted(rows, key=lambda row: len(row.ids)):
         if batch and (len(batch) + 1) * len(row.ids) > tokens_per_micro_batch:
@@ -113,10 +113,12 @@ def make_packs(rows: list[Row], tokens_per_micro_batch: int, pad: int, device="c
     return [*packs, pack(batch, pad, device)] if batch else packs
 
 
-def sampled_logprobs(model, batch: Pack, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+def sampled_logprobs(
+    model, batch: Pack, temperature: float, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Log-probability [M] of each sampled token and, if asked, the entropy [M] of its distribution, in nats.
 
-        logprobs = log_softmax(logits / temperature)[tokens];    entropy = -sum(p * log p) of the same distribution
+    logprobs = log_softmax(logits / temperature)[tokens];    entropy = -sum(p * log p) of the same distribution
     """
     logits = model(
         input_ids=batch.input_ids, attention_mask=batch.attention_mask, logits_to_keep=batch.columns, use_cache=False

@@ -1,10 +1,10 @@
-"""Numbers of a run by task: `paper` (Table 6, taken with --model) and `tiny` (ours, for the built-in model; the default).
+"""Numbers of a run by task: `paper` (Table 6, taken with --model) and `tiny` (ours, for the built-in model).
 
-A recipe is the task's common numbers, then those of the chosen surrogate, then those of the chosen advantage. What Table 6
-leaves open is marked "ours". Keys are fields of config.Config.
+A recipe is the task's common numbers, then those of the chosen surrogate, then those of the chosen advantage. What
+Table 6 leaves open is marked "ours". Keys are fields of config.Config.
 """
 
-# Table 6's PO-specific rows, the same for ALFWorld, WebShop and Sokoban but for GSPO's clip on WebShop. SAMPO takes GSPO's.
+# Table 6's PO-specific rows, alike for ALFWorld, WebShop and Sokoban but for GSPO's clip on WebShop. SAMPO: GSPO's.
 NUMBERS = {
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2},
     "cispo": {"clip_low": 1.0, "clip_high": 0.2},
@@ -68,6 +68,16 @@ TINY = {
     "max_minutes": 10.0,
 }
 
+# What the authors' released code amounts to, beyond its place in METHODS.
+SAMPO_RELEASED = {
+    "baseline": "turn",
+    "penalty_scope": "turn_local",
+    "inadmissible_is_invalid": True,
+    "entropy_coef": 0.001,
+    "filter_cold_start": 15,
+    "fill_uniform": True,
+}
+
 # task -> set -> (common numbers, exceptions to NUMBERS)
 RECIPES = {
     "sokoban": {
@@ -107,7 +117,7 @@ RECIPES = {
 
 
 def recipe(task: str, which: str, surrogate: str, advantage: str) -> list[tuple[str, dict]]:
-    """Layers [(where from, numbers)] of a task's recipe, later ones win; a task of one's own takes TINY or PAPER bare."""
+    """Layers [(where from, numbers)] of a task's recipe, later ones win; a user's own task takes TINY or PAPER."""
     bare = ({"paper": PAPER, "tiny": TINY}[which], {})
     common, exceptions = RECIPES.get(task, {}).get(which, bare)
     layers = [(f"{task} {which}", common)]

@@ -1,10 +1,11 @@
 """Rollouts: multi-turn episodes in lock step, groups of them, dynamic sampling, and the rows and table made from them.
 
-Ids, log-probabilities, reward, state and validity of a turn travel in one record. Sampled ids are never decoded and encoded
-again: text is read from them, ids are not made from it. An episode whose environment fails is excluded and counted, never
-scored 0.
+Ids, log-probabilities, reward, state and validity of a turn travel in one record. Sampled ids are never decoded and
+encoded again: text is read from them, ids are not made from it. An episode whose environment fails is excluded and
+counted, never scored 0.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -62,19 +63,16 @@ def digest(*parts) -> int:
 
 
 class Episode:
-    """One environment at play, and the trajectory it writes."""
+    """One environment at play, the prompt of its coming turn, and the trajectory it writes."""
 
     def __init__(self, env, task: str, key: tuple, trajectory: Trajectory):
         self.env, self.key, self.trajectory = env, key, trajectory
         self.observation = env.reset(task)
         self.history = []  # (observation, action) of the turns before
-
-    def messages(self) -> list[dict]:
-        """Chat messages of the coming turn."""
-        return self.env.prompt([*self.history, (self.observation, None)])
+        self.prompt = env.prompt([(self.observation, None)])
 
     def advance(self, prompt_ids: list[int], generation: Generation, text: str) -> bool:
-        """Record the response, act on it, and say whether the episode goes on. A cut or malformed response acts as None."""
+        """Act on a response, record the turn, say whether to go on. A cut or malformed response acts as None."""
         action, valid = self.env.parse(text)
         if generation.truncated:
             action, valid = None, False
@@ -96,105 +94,117 @@ class Episode:
         self.trajectory.success, self.trajectory.score = bool(step.success), float(step.score)
         self.history.append((before, action))
         self.observation = step.observation
-        self.trajectory.truncated = not step.done and len(self.trajectory.turns) >= self.env.max_turns
-        return not step.done and not self.trajectory.truncated
-
-
-def prompt_ids_of(tokenizer, episodes: list[Episode]) -> list[list[int]]:
-    """Prompt ids of the coming turn of each episode: its chat template, or, where a task appends, the ids before + new text."""
-    texts = []
-    for episode in episodes:
-        if episode.env.append_only and episode.trajectory.turns:
-            texts.append(episode.env.render(episode.observation))
+        self.trajectory.truncated = not step.done and len(self.history) >= self.env.max_turns
+        if step.done or self.trajectory.truncated:
+            return False
+        if self.env.append_only:
+            self.prompt = self.env.render(self.observation)
         else:
-            texts.append(tokenizer.apply_chat_template(episode.messages(), tokenize=False, add_generation_prompt=True))
-    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            self.prompt = self.env.prompt([*self.history, (self.observation, None)])
+        return True
+
+
+def encode_prompts(tokenizer, episodes: list[Episode]) -> list[list[int]]:
+    """Prompt ids of the coming turns: a fresh chat, or, where a task appends, the ids before and the new text's."""
+
+    def text(prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+
+    ids = tokenizer([text(episode.prompt) for episode in episodes], add_special_tokens=False)["input_ids"]
     for i, episode in enumerate(episodes):
         if episode.env.append_only and episode.trajectory.turns:
             last = episode.trajectory.turns[-1]
-            prompts[i] = last.prompt_ids + last.response_ids + prompts[i]
-    return prompts
+            ids[i] = last.prompt_ids + last.response_ids + ids[i]
+    return ids
 
 
-def run_episodes(engine, tokenizer, envs: list, tasks: list[str], keys: list[tuple], sampling: Sampling) -> list[Trajectory]:
+def run_episodes(
+    engine, tokenizer, envs: list, tasks: list[str], keys: list[tuple], sampling: Sampling
+) -> list[Trajectory]:
     """Play every task once, all environments one turn at a time; a free environment takes the next task.
 
     keys[i] with the turn number seeds the sampling of task i, so that what it draws does not depend on the others. An
     exception of an environment ends its episode with `error` set; one of the engine, and an interrupt, propagate.
     """
     trajectories = [Trajectory(task) for task in tasks]
-    waiting, free, playing = list(range(len(tasks))), list(envs), []
-    stop = {int(token) for token in engine.stop}
+    waiting, free, playing = deque(range(len(tasks))), list(envs), []
     while waiting or playing:
         while waiting and free:
-            i, env = waiting.pop(0), free.pop()
+            i, env = waiting.popleft(), free.pop()
             try:
                 playing.append(Episode(env, tasks[i], keys[i], trajectories[i]))
             except Exception as error:
                 trajectories[i].error = f"reset: {error!r}"
                 free.append(env)
-        prompts = prompt_ids_of(tokenizer, playing)
-        ready = []
-        for episode, ids in zip(playing, prompts, strict=True):
+        ready, prompts = [], []
+        for episode, ids in zip(playing, encode_prompts(tokenizer, playing), strict=True):
             if len(ids) <= sampling.max_prompt_tokens:
-                ready.append((episode, ids))
+                ready.append(episode)
+                prompts.append(ids)
                 continue
             free.append(episode.env)
             episode.trajectory.truncated = True
             if not episode.trajectory.turns:
-                episode.trajectory.error = f"first prompt has {len(ids)} tokens, max_prompt_tokens {sampling.max_prompt_tokens}"
-        if not ready:
-            playing = []
-            continue
-        generations = engine.generate(
-            [Prompt(ids) for _, ids in ready],
-            [digest(*episode.key, len(episode.trajectory.turns)) for episode, _ in ready],
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_response_tokens,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        )
-        texts = tokenizer.batch_decode([g.ids[:-1] if g.ids[-1] in stop else g.ids for g in generations])
+                episode.trajectory.error = (
+                    f"first prompt: {len(ids)} tokens, max_prompt_tokens {sampling.max_prompt_tokens}"
+                )
         playing = []
-        for (episode, ids), generation, text in zip(ready, generations, texts, strict=True):
+        generations = sample_responses(engine, ready, prompts, sampling)
+        texts = tokenizer.batch_decode([g.ids if g.truncated else g.ids[:-1] for g in generations])
+        for episode, ids, generation, text in zip(ready, prompts, generations, texts, strict=True):
             try:
                 goes_on = episode.advance(ids, generation, text)
             except Exception as error:
-                episode.trajectory.error, goes_on = f"turn {len(episode.trajectory.turns)}: {error!r}", False
-            playing.append(episode) if goes_on else free.append(episode.env)
+                episode.trajectory.error, goes_on = f"turn {len(episode.history)}: {error!r}", False
+            if goes_on:
+                playing.append(episode)
+            else:
+                free.append(episode.env)
     return trajectories
 
 
+def sample_responses(
+    engine, episodes: list[Episode], prompts: list[list[int]], sampling: Sampling
+) -> list[Generation]:
+    """One response an episode, each with a seed of its own."""
+    if not episodes:
+        return []
+    return engine.generate(
+        [Prompt(ids) for ids in prompts],
+        [digest(*episode.key, len(episode.history)) for episode in episodes],
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_response_tokens,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )
+
+
 def play_scripted(env, task: str, respond: Callable) -> tuple[list[tuple[list[dict], str]], Trajectory]:
-    """An episode without a model: respond(env, observation) -> text. Returns [(messages, text)] of its turns and the trajectory."""
+    """An episode without a model: respond(env, observation) -> text. Returns [(messages, text)] and the trajectory."""
     episode = Episode(env, task, (), Trajectory(task))
     said, goes_on = [], True
     while goes_on:
         text = respond(env, episode.observation)
-        said.append((episode.messages(), text))
+        said.append((episode.prompt, text))
         goes_on = episode.advance([], Generation([], [], False), text)
     return said, episode.trajectory
 
 
 class TaskStream:
-    """Training tasks in a shuffled order that depends on the seed alone, a new one each epoch; `position` is all its state."""
+    """Training tasks in an order that depends on the seed alone, a new one each epoch; `position` is all its state."""
 
     def __init__(self, tasks: list[str], seed: int, position: int = 0):
         self.tasks, self.seed, self.position = tasks, seed, position
 
     def take(self, count: int) -> list[str]:
         """The next `count` tasks."""
-        taken = []
-        for position in range(self.position, self.position + count):
-            epoch, offset = divmod(position, len(self.tasks))
-            taken.append(self.tasks[self._order(epoch)[offset]])
+        size, positions = len(self.tasks), range(self.position, self.position + count)
+        epochs = {position // size for position in positions}
+        orders = {epoch: np.random.default_rng([self.seed, epoch]).permutation(size) for epoch in epochs}
         self.position += count
-        return taken
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if getattr(self, "_epoch", None) != epoch:
-            self._epoch, self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.tasks))
-        return self._permutation
+        return [self.tasks[orders[position // size][position % size]] for position in positions]
 
 
 def is_informative(group: list[Trajectory]) -> bool:
@@ -214,9 +224,10 @@ def collect_groups(
 ) -> tuple[list[list[Trajectory]], dict[str, float]]:
     """Groups to train on, and what was seen before the filter; sample(attempt) plays `num_groups` new groups.
 
-    With dynamic sampling only informative groups are kept, in order of (attempt, prompt); attempts go on until `num_groups`
-    are kept or `max_tries` were made, and what was kept is trained on, be it nothing. Surplus groups are dropped. fill_uniform
-    fills the gap with the rest (the released code). Raises RuntimeError when more than `max_failures` of all episodes failed.
+    With dynamic sampling only informative groups are kept, in order of (attempt, prompt); attempts go on until
+    `num_groups` are kept or `max_tries` were made, and what was kept is trained on, be it nothing. Surplus groups
+    are dropped. fill_uniform fills the gap with the rest (the released code). Raises RuntimeError when more than
+    `max_failures` of all episodes failed.
     """
     kept, rest, everything = [], [], []
     attempt = 0
@@ -231,7 +242,7 @@ def collect_groups(
     failed = [trajectory for trajectory in episodes if trajectory.error]
     if len(failed) > max_failures * len(episodes):
         raise RuntimeError(
-            f"{len(failed)} of {len(episodes)} episodes failed, max_failures {max_failures}; the first: {failed[0].error}"
+            f"{len(failed)} of {len(episodes)} episodes failed, max_failures {max_failures}; first: {failed[0].error}"
         )
     if fill_uniform:
         kept += [group for group in rest if group]
@@ -244,6 +255,7 @@ def sampling_stats(groups: list[list[Trajectory]], kept: int, tries: int) -> dic
     episodes = [trajectory for group in groups for trajectory in group]
     turns = [turn for trajectory in episodes for turn in trajectory.turns]
     wins = [np.mean([trajectory.success for trajectory in group]) for group in groups if group]
+    said = [[tuple(turn.text for turn in trajectory.turns) for trajectory in group] for group in groups]
     return {
         "train/success": float(np.mean([trajectory.success for trajectory in episodes])),
         "train/reward": float(np.mean([trajectory.reward for trajectory in episodes])),
@@ -254,6 +266,7 @@ def sampling_stats(groups: list[list[Trajectory]], kept: int, tries: int) -> dic
         "admissible": float(np.mean([turn.admissible for turn in turns if turn.valid] or [0.0])),
         "response_length": float(np.mean([len(turn.response_ids) for turn in turns])),
         "truncated": float(np.mean([trajectory.truncated for trajectory in episodes])),
+        "duplicates": float(np.mean([1 - len(set(group)) / len(group) for group in said if group])),
         "episodes": len(episodes),
         "tries": tries,
         "groups_kept": kept,
@@ -261,7 +274,7 @@ def sampling_stats(groups: list[list[Trajectory]], kept: int, tries: int) -> dic
 
 
 def make_rows(groups: list[list[Trajectory]], append_only: bool = False) -> list[Row]:
-    """One row a turn, or, where the context only grows, one a trajectory. Sequences are numbered as in `turn_table`."""
+    """One row a turn, or, where the context only grows, one a trajectory. Sequences are the rows of `turn_table`."""
     rows, sequence = [], 0
     for trajectory in chain.from_iterable(groups):
         merged = None
@@ -274,7 +287,9 @@ def make_rows(groups: list[list[Trajectory]], append_only: bool = False) -> list
                 merged = Row(ids, sampled, [sequence] * len(sampled))
                 rows.append(merged)
             elif turn.prompt_ids[: len(merged.ids)] != merged.ids:
-                raise ValueError(f"the context of {trajectory.task} was rewritten: a prompt must start with the ids before it")
+                raise ValueError(
+                    f"the context of {trajectory.task} was rewritten: a prompt must start with the ids before it"
+                )
             else:
                 merged.ids = ids
                 merged.sampled += sampled
@@ -285,10 +300,24 @@ def make_rows(groups: list[list[Trajectory]], append_only: bool = False) -> list
     return rows
 
 
-def turn_table(groups: list[list[Trajectory]], entropy: np.ndarray) -> TurnTable:
-    """The turns of all groups in order of (group, trajectory, turn), with the old policy's entropy [N] of each."""
+def turn_table(
+    groups: list[list[Trajectory]], entropy: np.ndarray, inadmissible_is_invalid: bool = False
+) -> TurnTable:
+    """The turns of all groups in order of (group, trajectory, turn), with the old policy's entropy [N] of each.
+
+    inadmissible_is_invalid penalises a well-formed action that the observation does not list as well (the released
+    code).
+    """
     records = [
-        (g, t, k, turn.state, turn.reward, turn.valid, trajectory.success)
+        (
+            g,
+            t,
+            k,
+            turn.state,
+            turn.reward,
+            turn.valid and (turn.admissible or not inadmissible_is_invalid),
+            trajectory.success,
+        )
         for t, (g, trajectory) in enumerate((g, trajectory) for g, group in enumerate(groups) for trajectory in group)
         for k, turn in enumerate(trajectory.turns)
     ]

@@ -1,4 +1,4 @@
-"""Behaviour cloning, the first step of the paper's recipe (Section 3.1, (1)): from an expert, or from own solved rollouts.
+"""Behaviour cloning, the first step of the paper's recipe (Section 3.1, (1)): of an expert, or of own solved rollouts.
 
 The policy after cloning is where RL starts and what its KL refers to. Prompts are those of RL, turn by turn.
 """
@@ -20,7 +20,7 @@ def malform(response: str, rng: random.Random) -> str:
 
 
 def expert_rows(env, tasks, tokenizer, count: int, noise: float, malformed: float, rng: random.Random) -> list[Row]:
-    """Turns of `count` solved episodes of a noisy expert that sometimes breaks the format; unsolved episodes are dropped.
+    """Turns of `count` solved episodes of a noisy expert that sometimes breaks the format; unsolved ones are dropped.
 
     Raises RuntimeError if fewer than one episode in a hundred is solved.
     """
@@ -53,17 +53,28 @@ def solved_rows(trajectories: list[Trajectory], append_only: bool) -> list[Row]:
     """Rows of the trajectories that succeeded, token by token as they were sampled. RuntimeError if none did."""
     solved = [trajectory for trajectory in trajectories if trajectory.success and not trajectory.error]
     if not solved:
-        raise RuntimeError(f"none of {len(trajectories)} own rollouts succeeded: there is nothing to clone; see --sft_data")
+        raise RuntimeError(
+            f"none of {len(trajectories)} own rollouts succeeded: there is nothing to clone; see --sft_data"
+        )
     return make_rows([solved], append_only)
 
 
 def clone(
-    model, accelerator, rows: list[Row], *, steps: int, batch: int, learning_rate: float, weight_decay: float,
-    tokens_per_micro_batch: int, pad: int, rng: np.random.Generator,
+    model,
+    accelerator,
+    rows: list[Row],
+    *,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    weight_decay: float,
+    tokens_per_micro_batch: int,
+    pad: int,
+    rng: np.random.Generator,
 ) -> list[float]:
-    """Maximise the log-probability of the rows' sampled tokens, temperature 1; returns the loss, nats a token, of each step.
+    """Maximise the log-probability of the rows' sampled tokens; returns the loss of each step, nats a token.
 
-        loss = -sum(logprobs) / number of tokens of the batch;   AdamW, warm-up over a tenth of the steps, then linearly to 0
+    loss = -sum(logprobs) / num_tokens;   AdamW, warm-up over a tenth of the steps, then linearly to 0
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
     schedule = lambda step: min((step + 1) / max(1, steps // 10), (steps - step) / max(1, steps - steps // 10))  # noqa: E731

@@ -1,4 +1,4 @@
-"""Stable agentic RL, end to end: clone, then sample groups of multi-turn episodes, weigh their turns, update, evaluate.
+"""Stable agentic RL, end to end: clone; then sample groups of multi-turn episodes, weigh their turns, update.
 
     accelerate launch train.py --method sampo                     # laptop CPU: a tiny agent learns Sokoban in minutes
     accelerate launch train.py --method sampo --model <folder or hub name>
@@ -12,6 +12,7 @@ Where this departs from the paper's released code, or decides what the paper lea
 """
 
 import json
+import random
 import shutil
 import sys
 import time
@@ -26,12 +27,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm import tqdm
+from transformers.utils import logging
 
-import envs
 from advantages import ADVANTAGES
-from config import Config, numbers_of, parse
+from config import Config, make_envs, numbers_of, parse
 from engines import TransformersEngine
-from eval import evaluate, evaluate_scripted
+from eval import evaluate, evaluate_scripted, panel
 from grpo import add_old_logprobs, make_mini_batches, update_policy
 from losses import SURROGATES
 from plots import plot_curves
@@ -40,6 +41,7 @@ from rollout import Sampling, TaskStream, collect_groups, make_rows, run_episode
 from sft import clone, expert_rows, solved_rows
 
 PANELS = ("valid_seen", "valid_unseen")
+UPDATE_METRICS = ("loss", "grad_norm", "kl_ref", "kl_old", "clip_frac", "entropy")  # null at a step without an update
 
 
 class Run:
@@ -50,45 +52,40 @@ class Run:
         self.config, tiny = config, not config.model
         name = config.name or f"{config.task.rpartition(':')[2]}-{config.method}-seed{config.seed}"
         self.folder = Path(config.output) / name
-        if self.folder.exists() and not config.overwrite:
-            raise ValueError(f"--name {name}: {self.folder} exists; allowed is a new name, or --overwrite")
+        if self.folder.exists() and not (config.overwrite and (self.folder / "config.json").exists()):
+            raise ValueError(
+                f"--name {name}: {self.folder} exists; allowed is a new name, or --overwrite of an earlier run"
+            )
         if tiny:
             torch.set_num_threads(1)  # a second thread slows a model this small down, by far on a busy machine
         set_seed(config.seed)
         self.accelerator = Accelerator(cpu=tiny or not torch.cuda.is_available())
         if self.accelerator.num_processes > 1:
             raise ValueError(f"num_processes {self.accelerator.num_processes}: allowed is 1 so far")
-        make = partial(envs.make, config.task, **numbers_of(envs.load(config.task), config))
-        self.envs = [make() for _ in range(config.groups_per_step * config.group_size)]
+        self.envs = make_envs(config, config.groups_per_step * config.group_size)
         self.env = self.envs[0]
-        self.panels = {split: self.env.tasks(split) for split in PANELS}
-        for split, tasks in self.panels.items():
-            if config.eval_levels > len(tasks):
-                raise ValueError(f"--eval_levels {config.eval_levels}: allowed is 1 to {len(tasks)}, the tasks of {split}")
-        self.panels = {split: tasks[: config.eval_levels] for split, tasks in self.panels.items()}
+        if config.sft_steps and config.sft_data == "expert" and not hasattr(self.env, "expert"):
+            raise ValueError(f"--sft_data expert: task {config.task} has none; allowed is rollouts, or --sft_steps 0")
+        self.panels = {split: panel(self.env, split, config.eval_levels) for split in PANELS}
         self.stream = TaskStream(self.env.tasks("train"), config.seed)
         model, self.tokenizer = load_policy(config.model, self.env.words(), config.hidden, config.layers, config.dtype)
-        self.pad = self.tokenizer.pad_token_id
         self.model = self.accelerator.prepare(model)
-        stop = self.model.generation_config.eos_token_id or []
-        stop = [self.tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])]
-        self.engine = TransformersEngine(self.model, stop, self.pad)
-        limits = (config.max_prompt_tokens, config.max_response_tokens)
-        self.sampling = Sampling(config.temperature, *limits)
-        self.eval_sampling = Sampling(config.eval_temperature, *limits, config.eval_top_p, config.eval_top_k)
+        self.engine = TransformersEngine(self.model, self.tokenizer)
         if self.folder.exists():
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
         (self.folder / "config.json").write_text(json.dumps(asdict(config), indent=1))
 
     def play(self, tasks: list[str], key: tuple) -> list:
-        """Episodes of the policy on tasks, as in training; task i samples with the seeds of (*key, i)."""
-        keys = [(self.config.seed, *key, i) for i in range(len(tasks))]
-        return run_episodes(self.engine, self.tokenizer, self.envs, tasks, keys, self.sampling)
+        """Episodes of the policy on tasks, as in training; task i samples with the seeds of (seed, *key, i)."""
+        c = self.config
+        sampling = Sampling(c.temperature, c.max_prompt_tokens, c.max_response_tokens)
+        keys = [(c.seed, *key, i) for i in range(len(tasks))]
+        return run_episodes(self.engine, self.tokenizer, self.envs, tasks, keys, sampling)
 
     def evaluate(self, split: str) -> dict[str, float]:
         """One episode on each task of a held-out panel."""
-        return evaluate(self.engine, self.tokenizer, self.envs, self.panels[split], self.eval_sampling, self.config.seed)
+        return evaluate(self.engine, self.tokenizer, self.envs, self.panels[split], self.config)
 
     def save(self) -> None:
         """The model in Hugging Face layout, and curves.png."""
@@ -100,16 +97,12 @@ class Run:
 def clone_policy(run: Run) -> None:
     """Behaviour cloning by the settings sft_*, from the task's expert or from the model's own solved rollouts."""
     c = run.config
-    tasks = run.env.tasks("train")
-    order = np.random.default_rng([c.seed, 1]).permutation(len(tasks))
-    tasks = [tasks[i] for i in order]
+    tasks = TaskStream(run.env.tasks("train"), c.seed + 1).take(c.sft_episodes if c.sft_data == "rollouts" else 65536)
     if c.sft_data == "expert":
-        import random
-
         rng = random.Random(c.seed)
         rows = expert_rows(run.env, tasks, run.tokenizer, c.sft_episodes, c.expert_noise, c.malformed, rng)
     else:
-        rows = solved_rows(run.play(tasks[: c.sft_episodes], ("cloning",)), run.env.append_only)
+        rows = solved_rows(run.play(tasks, ("cloning",)), run.env.append_only)
     clone(
         run.model,
         run.accelerator,
@@ -119,7 +112,7 @@ def clone_policy(run: Run) -> None:
         learning_rate=c.sft_learning_rate,
         weight_decay=c.weight_decay,
         tokens_per_micro_batch=c.tokens_per_micro_batch,
-        pad=run.pad,
+        pad=run.tokenizer.pad_token_id,
         rng=np.random.default_rng([c.seed, 2]),
     )
 
@@ -137,7 +130,7 @@ def sample_step(run: Run, step: int) -> tuple[list, dict[str, float]]:
     return collect_groups(
         sample,
         c.groups_per_step,
-        dynamic_sampling=c.dynamic_sampling,
+        dynamic_sampling=c.dynamic_sampling and step > c.filter_cold_start,
         max_tries=c.max_tries,
         fill_uniform=c.fill_uniform,
         max_failures=c.max_failures,
@@ -154,13 +147,15 @@ def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
     rows = make_rows(groups, run.env.append_only)
     metrics["tokens"] = sum(len(row.sampled) for row in rows)
     if not rows:
-        return metrics | {"updates": 0, "seconds/update": 0.0}
+        return metrics | dict.fromkeys(UPDATE_METRICS) | {"updates": 0, "seconds/update": 0.0}
     rng = np.random.default_rng([c.seed, 3, step])
-    batches = make_mini_batches(rows, c.mini_batch, c.tokens_per_micro_batch, run.pad, rng, run.accelerator.device)
+    batches = make_mini_batches(
+        rows, c.mini_batch, c.tokens_per_micro_batch, run.tokenizer.pad_token_id, rng, run.accelerator.device
+    )
     packs = [pack for batch in batches for pack in batch]
     num_turns = sum(len(trajectory.turns) for group in groups for trajectory in group)
     entropy = add_old_logprobs(run.model, reference, packs, c.temperature, num_turns)
-    table = turn_table(groups, entropy)
+    table = turn_table(groups, entropy, c.inadmissible_is_invalid)
     advantage = ADVANTAGES[c.advantage]
     advantages = torch.as_tensor(advantage(table, **numbers_of(advantage, c)), dtype=torch.float32)
     for pack in packs:
@@ -212,7 +207,9 @@ def train(run: Run) -> dict[str, float]:
             print(json.dumps({k: None if v != v else v for k, v in metrics.items()}), file=log)
             bar.set_postfix(train=f"{metrics.get('train/success', float('nan')):.2f}", held_out=f"{held_out:.2f}")
             if idle == 3:
-                raise RuntimeError(f"step {step}: every gradient of the last 3 steps was non-finite; {run.folder} holds the log")
+                raise RuntimeError(
+                    f"step {step}: every gradient of the last 3 steps was non-finite; {run.folder} holds the log"
+                )
             if late:
                 tqdm.write(f"stopped at step {step} of {c.steps}: max_minutes {c.max_minutes} reached")
                 break
@@ -233,6 +230,7 @@ def closing_table(results: dict[str, dict], seconds: dict[str, float]) -> str:
 def main(argv: list[str] | None = None) -> dict[str, dict]:
     """Run everything; returns the results by policy and panel."""
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
+    logging.disable_progress_bar()
     config = parse(argv)
     try:
         run = Run(config)
@@ -241,8 +239,10 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
         sys.exit(2)
     seconds, results = {}, {}
     start = time.perf_counter()
-    for player in ("random", "expert"):
-        results[player] = {s: evaluate_scripted(run.env, tasks, player, config.seed) for s, tasks in run.panels.items()}
+    for player in ("random", "expert") if hasattr(run.env, "expert") else ("random",):
+        results[player] = {
+            s: evaluate_scripted(run.env, tasks, player, config.seed) for s, tasks in run.panels.items()
+        }
     seconds["baselines"] = time.perf_counter() - start
     start = time.perf_counter()
     if config.sft_steps:

@@ -2,13 +2,15 @@
 
 A task is a class in a file of its own with this surface; one instance plays one episode at a time:
 
-    tasks(split) -> list[str]              stable ids, the same on every machine; all of an episode's chance follows from its id
-    reset(task_id) -> Observation          step(action) -> Step; None is an invalid response: a turn passes, nothing is done
-    prompt(history) -> messages            chat messages; history is [(Observation, action)], the last one's action None
-    parse(response) -> (action, valid)     never raises; action is None where the format is broken
-    append_only, max_turns, words()        words(): every word that a prompt or a response can hold, for the built-in tokenizer
-    action_type(action), task_type(id)     for diagrams and reports
-    expert(rng, noise) -> response         where the task has a solver
+    tasks(split) -> list[str]           stable ids, the same on every machine; they decide all chance of an episode
+    reset(task_id) -> Observation
+    step(action) -> Step                action None is an invalid response: a turn passes, nothing is done
+    prompt(history) -> messages         chat messages of a turn; history is [(Observation, action)], last action None
+    render(observation) -> str          append_only tasks: the text to append after a response
+    parse(response) -> (action, valid)  never raises; action is None where the format is broken
+    append_only, max_turns, words()     words(): every word of prompts and responses, for the built-in tokenizer
+    action_type(action), task_type(id)  for diagrams and reports
+    expert(rng, noise) -> response      where the task has a solver
 
 Its constructor's keyword arguments are the task's options; they are settings of `config.py` by the same names.
 """

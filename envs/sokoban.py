@@ -3,29 +3,36 @@
 Actions are up, down, left, right: a push where a box is in the way, otherwise a step; against a wall nothing moves.
 Reward: -0.1 a turn, +1 for a box onto a target, -1 for a box off it, +10 for the last one (10.9 when one box is home).
 
-A level is a room (size x size, a border of wall, up to `max_walls` inner walls, targets) with a start (player, boxes) that
-takes `min_solution` to `max_solution` moves, every length equally often. Splits cannot overlap: a digest of the room sends
-one room in eight to valid_unseen, with all its states; of the other rooms, a digest of the level sends one in eight to
-valid_seen (a start never trained on, in a room that may be), the rest to train.
+A level is a room (size x size, a border of wall, up to `max_walls` inner walls, targets) with a start (player,
+boxes) that takes `min_solution` to `max_solution` moves, every length equally often. Splits cannot overlap: a
+digest of the room sends one room in eight to valid_unseen, with all its states; of the other rooms, a digest of the
+level sends one in eight to valid_seen (a start never trained on, in a room that may be), the rest to train.
 """
 
 import random
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import combinations
 
 from envs import Observation, Step, parse_think_action
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 SPLITS = {"train": 65536, "valid_seen": 512, "valid_unseen": 512}
-SYMBOLS = {"#": "wall", "_": "floor", "O": "target", "X": "box", "P": "player", "√": "box on target", "S": "player on target"}
+SYMBOLS = {
+    "#": "wall",
+    "_": "floor",
+    "O": "target",
+    "X": "box",
+    "P": "player",
+    "√": "box on target",
+    "S": "player on target",
+}
 
 Cell = tuple[int, int]
 Room = tuple[int, frozenset[Cell], frozenset[Cell]]  # size, inner walls, targets
 State = tuple[Cell, frozenset[Cell]]  # player, boxes
 
-RULES = """You are an expert agent operating in the Sokoban environment. Your goal is to push all the boxes onto the target spots. \
-Once all boxes are on the targets, you win!
+RULES = """You are an expert agent operating in the Sokoban environment. Your goal is to push all the boxes onto \
+the target spots. Once all boxes are on the targets, you win!
 # Rules
 You can only push boxes. You can't pull them, so plan ahead to avoid getting stuck.
 You can't walk through or push boxes into walls.
@@ -39,10 +46,10 @@ TASK = """# Current Step
 {observation}
 Your admissible actions are ["up", "down", "left", "right"].
 Now it's your turn to make a move (choose ONE action only for the current step).
-You should first reason step-by-step about the current situation - observe the positions of boxes and targets, plan a path \
-to push a box toward a target, and avoid traps like corners or walls. This reasoning process MUST be enclosed within \
-<think> </think> tags. Once you've finished your reasoning, you should choose an admissible action for the current step and \
-present it within <action> </action> tags."""
+You should first reason step-by-step about the current situation - observe the positions of boxes and targets, plan a \
+path to push a box toward a target, and avoid traps like corners or walls. This reasoning process MUST be enclosed \
+within <think> </think> tags. Once you've finished your reasoning, you should choose an admissible action for the \
+current step and present it within <action> </action> tags."""
 HISTORY = "You have already taken {count} step(s). The most recent observations and the actions you took:\n{pairs}\n"
 
 
@@ -68,7 +75,7 @@ def move(floor: frozenset[Cell], state: State, action: str) -> State:
 
 @lru_cache(maxsize=4096)
 def distances(room: Room) -> dict[State, int]:
-    """Fewest moves to a solution from every solvable state of a room: breadth-first search from the solved ones, pulling."""
+    """Fewest moves to a solution from every solvable state: breadth-first search from the solved ones, by pulling."""
     floor, targets = frozenset(inside(room)), room[2]
     frontier = [(player, targets) for player in sorted(floor - targets)]
     found = dict.fromkeys(frontier, 0)
@@ -121,8 +128,10 @@ def split_of(room: Room, state: State) -> str:
 
 
 @lru_cache(maxsize=65536)
-def generate(task_id: str, size: int, boxes: int, max_walls: int, min_solution: int, max_solution: int) -> tuple[Room, State]:
-    """The level of a task id `split/number`: number fixes the solution length and seeds the draws of room and start."""
+def generate(
+    task_id: str, size: int, boxes: int, max_walls: int, min_solution: int, max_solution: int
+) -> tuple[Room, State]:
+    """The level of a task id `split/number`: the number fixes the solution length and seeds the draws."""
     split, number = task_id.split("/")
     rng = random.Random(f"sokoban {task_id} {size} {boxes} {max_walls}")
     length = min_solution + int(number) % (max_solution - min_solution + 1)
@@ -134,12 +143,13 @@ def generate(task_id: str, size: int, boxes: int, max_walls: int, min_solution: 
         if candidates:
             return room, candidates[rng.randrange(len(candidates))]
     raise ValueError(
-        f"max_solution {max_solution}: no {size}x{size} room with {boxes} boxes, {max_walls} walls takes {length} moves in {split}"
+        f"max_solution {max_solution}: in {split} no {size}x{size} room with {boxes} boxes, at most {max_walls} walls "
+        f"takes {length} moves"
     )
 
 
 class Sokoban:
-    """The task; options: size, boxes, max_walls, min_solution, max_solution, max_turns, observation, prompt_style, history."""
+    """The task; its options are the keyword arguments, their meaning is in config.py. ValueError if one is bad."""
 
     append_only = False
 
@@ -162,16 +172,23 @@ class Sokoban:
             raise ValueError(f"prompt_style {prompt_style!r}: allowed are words, compact")
         if not 1 <= min_solution <= max_solution <= max_turns:
             raise ValueError(
-                f"min_solution {min_solution}, max_solution {max_solution}: allowed is 1 <= min_solution <= max_solution <= "
-                f"max_turns {max_turns}"
+                f"min_solution {min_solution}, max_solution {max_solution}: allowed is "
+                f"1 <= min_solution <= max_solution <= max_turns {max_turns}"
             )
         if size < 4 or boxes < 1 or max_walls < 0 or boxes + max_walls >= (size - 2) ** 2 - 1:
-            raise ValueError(f"size {size}, boxes {boxes}, max_walls {max_walls}: allowed is a room with space to move")
+            raise ValueError(
+                f"size {size}, boxes {boxes}, max_walls {max_walls}: allowed is a room with space to move"
+            )
         self.level = (size, boxes, max_walls, min_solution, max_solution)
-        self.max_turns, self.observation, self.prompt_style, self.history = max_turns, observation, prompt_style, history
+        self.max_turns, self.observation, self.prompt_style, self.history = (
+            max_turns,
+            observation,
+            prompt_style,
+            history,
+        )
 
     def tasks(self, split: str) -> list[str]:
-        """Ids `split/number`; the levels of a validation panel are all different. Raises ValueError on an unknown split."""
+        """Ids `split/number`; the levels of a validation panel are all different. ValueError on an unknown split."""
         if split not in SPLITS:
             raise ValueError(f"split {split!r}: allowed are {', '.join(SPLITS)}")
         if split == "train":
@@ -202,8 +219,8 @@ class Sokoban:
         text = history[-1][0].text
         past = history[:-1][-self.history :] if self.history else []
         pairs = [
-            f"[Observation {len(history) - len(past) + i}: '{observation.text}', Action {len(history) - len(past) + i}: '{action}']"
-            for i, (observation, action) in enumerate(past)
+            f"[Observation {number}: '{observation.text}', Action {number}: '{action}']"
+            for number, (observation, action) in enumerate(past, start=len(history) - len(past))
         ]
         if self.prompt_style == "compact":
             lines = [f"{observation.text} {action or 'none'}" for observation, action in past]
@@ -214,12 +231,12 @@ class Sokoban:
         return [{"role": "user", "content": content}]
 
     def parse(self, response: str) -> tuple[str | None, bool]:
-        """The action in lower case and whether the format holds; any word is a valid action, only four do something."""
+        """The action in lower case and whether the format holds; any word is valid, only four do something."""
         action, valid = parse_think_action(response)
         return action.lower() if valid else None, valid
 
     def expert(self, rng: random.Random, noise: float = 0.0) -> str:
-        """A response that plays an optimal move, or with probability `noise` any move; the thought names the next push."""
+        """A response that plays an optimal move, or with probability `noise` any; the thought names the next push."""
         table = distances(self.room)
         best = [a for a in MOVES if table.get(move(self.floor, self.state, a), 1 << 30) < table.get(self.state, 0)]
         optimal = best[0] if best else rng.choice(list(MOVES))
@@ -291,5 +308,10 @@ def _grid(room: Room, state: State) -> str:
 
 def _coords(room: Room, state: State) -> str:
     """Objects by row and column in a fixed order; a room without inner walls shows the corner 0 0 as its wall."""
-    objects = [("player", [state[0]]), ("box", sorted(state[1])), ("target", sorted(room[2])), ("wall", sorted(room[1]) or [(0, 0)])]
+    objects = [
+        ("player", [state[0]]),
+        ("box", sorted(state[1])),
+        ("target", sorted(room[2])),
+        ("wall", sorted(room[1]) or [(0, 0)]),
+    ]
     return " ".join(f"{name} {r} {c}" for name, cells in objects for r, c in cells)

@@ -28,14 +28,31 @@ class TurnTable:
     entropy: ndarray  # float64, nats, old policy, mean over the turn's tokens
 
     def __post_init__(self):
+        dtypes = {"reward": np.float64, "entropy": np.float64, "valid": bool, "success": bool}
+        for name in (field.name for field in fields(self)):
+            dtype, column = dtypes.get(name, np.int64), np.asarray(getattr(self, name))
+            if not np.array_equal(column.astype(dtype), column, equal_nan=dtype is np.float64):
+                raise ValueError(f"{name} of {column.dtype}: allowed are values of {dtype.__name__}")
+            object.__setattr__(self, name, column.astype(dtype))
         shapes = {field.name: getattr(self, field.name).shape for field in fields(self)}
         if self.group.ndim != 1 or len(set(shapes.values())) != 1:
             raise ValueError(f"shapes {shapes}: allowed is one shape [N] for all")
         for name in ("reward", "entropy"):
             if not np.isfinite(getattr(self, name)).all():
                 raise ValueError(f"{name} has a non-finite entry: allowed are finite numbers")
-        if len(np.unique(np.stack([self.trajectory, self.turn]), axis=1).T) != len(self.turn):
+        if (self.turn < 0).any():
+            raise ValueError(f"turn {self.turn.min()}: allowed is 0 and up")
+        if len(np.unique(pair_ids(self.trajectory, self.turn))) != len(self.turn):
             raise ValueError("(trajectory, turn) occurs twice: allowed is one entry per turn")
+        if len(np.unique(pair_ids(self.trajectory, self.group))) != len(np.unique(self.trajectory)):
+            raise ValueError("a trajectory stands in two groups: allowed is one")
+
+
+def pair_ids(first: ndarray, second: ndarray) -> ndarray:
+    """An int64 id [N] for each distinct pair of ids, first [N] and second [N]."""
+    _, i = np.unique(first, return_inverse=True)
+    values, j = np.unique(second, return_inverse=True)
+    return i * max(1, len(values)) + j
 
 
 def group_advantages(values: ndarray, groups: ndarray, *, std: bool = True) -> ndarray:
@@ -48,6 +65,8 @@ def group_advantages(values: ndarray, groups: ndarray, *, std: bool = True) -> n
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or values.shape != np.shape(groups):
         raise ValueError(f"shapes {values.shape}, {np.shape(groups)}: allowed is one shape [N] for both")
+    if not np.isfinite(values).all():
+        raise ValueError("values have a non-finite entry: allowed are finite numbers")
     if not len(values):
         return values
     _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)  # index [N], counts [G]
@@ -66,6 +85,8 @@ def step_returns(rewards: ndarray, trajectories: ndarray, turns: ndarray, gamma:
 
     rewards, trajectories, turns [N], rows in any order -> [N], float64. The loop runs over turns, not over rows.
     """
+    if not np.shape(rewards) == np.shape(trajectories) == np.shape(turns):
+        raise ValueError(f"shapes {[np.shape(x) for x in (rewards, trajectories, turns)]}: allowed is one shape [N]")
     if not len(rewards):
         return np.zeros(0)
     _, index = np.unique(trajectories, return_inverse=True)
@@ -144,8 +165,7 @@ def gigpo(
     """
     rewards, local = _penalised(turns, penalty, penalty_scope)
     values = step_returns(rewards, turns.trajectory, turns.turn, gamma) - local
-    _, anchor = np.unique(np.stack([turns.group, turns.state]), axis=1, return_inverse=True)
-    step = group_advantages(values, anchor.reshape(-1), std=std)
+    step = group_advantages(values, pair_ids(turns.group, turns.state), std=std)
     episode = grpo(turns, std=std, baseline=baseline, penalty=penalty, penalty_scope=penalty_scope)
     return episode + omega * step
 
@@ -163,7 +183,7 @@ def empg(
 ) -> ndarray:
     """EMPG: sure turns weigh more, and steps towards sure turns earn a bonus (paper Eq. 28-31) -> [N].
 
-        h          = (entropy - min) / (max - min + 1e-8)    over the batch; the paper leaves the form open
+        h          = (entropy - min) / (max - min)    over the batch, 0 where all are equal; the paper leaves it open
         advantages = exp(-k * h) / mean(exp(-k * h)) * grpo + zeta * exp(-k_next * h of the next turn)
 
     No bonus on a last turn; the mean over the batch is subtracted at the end. The next turn is found by
@@ -172,7 +192,8 @@ def empg(
     advantages = grpo(turns, std=std, baseline=baseline, penalty=penalty, penalty_scope=penalty_scope)
     if not len(advantages):
         return advantages
-    h = (turns.entropy - turns.entropy.min()) / (np.ptp(turns.entropy) + 1e-8)
+    spread = np.ptp(turns.entropy)
+    h = (turns.entropy - turns.entropy.min()) / spread if spread > EPS else np.zeros(len(advantages))
     weight = np.exp(-k * h)
     order = np.lexsort((turns.turn, turns.trajectory))
     has_next = np.diff(turns.trajectory[order]) == 0

@@ -5,10 +5,11 @@ The batch is flat. `logprobs [M]`, `old_logprobs [M]` and `advantages [M]` hold 
 nothing can leak in.
 
     surrogate(logprobs, old_logprobs, advantages, sequence, *, numbers) -> losses [M], stats
-    aggregate(losses, sequence, mode, *, num_tokens, num_sequences) -> scalar
+    aggregate(losses, sequence, mode, *, num_tokens, num_sequences, max_length) -> scalar
 
-Losses are minimised. Logarithms are natural. A sequence never spans two calls; a batch may be cut anywhere between
-sequences, since the denominators of `aggregate` are those of the whole optimizer batch. Paper: arXiv 2602.21534.
+Losses are minimised; gradients flow through logprobs alone, all else is constant. Logarithms are natural. A
+sequence never spans two calls; a batch may be cut anywhere between sequences, since the denominators of `aggregate`
+are those of the whole optimizer batch. Paper: arXiv 2602.21534.
 """
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 Stats = dict[str, Tensor]
 
-# exp of a larger log-ratio says nothing more and overflows half precision; the clamp comes before exp, so that the
-# gradient stays finite too.
+# A larger log-ratio says nothing more, and its exp would overflow. The clamp comes before exp, so that the gradient
+# stays finite too; beyond it the gradient is 0.
 MAX_LOG_RATIO = 20.0
 
 
@@ -118,7 +119,7 @@ def sapo(
     The slope at ratio 1 is 1 for every tau. Nothing is clipped. All tensors [M].
     """
     _check(sequence, logprobs, old_logprobs, advantages)
-    _check_numbers(tau_pos=(tau_pos, 1e-6, float("inf")), tau_neg=(tau_neg, 1e-6, float("inf")))
+    _check_numbers(tau_pos=(tau_pos, 1e-6, 1e6), tau_neg=(tau_neg, 1e-6, 1e6))
     ratio = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
     losses = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -214,7 +215,7 @@ def aggregate(
     _check(sequence, losses)
     if mode not in AGGREGATIONS:
         raise ValueError(f"aggregation {mode!r}: allowed are {', '.join(AGGREGATIONS)}")
-    if num_tokens < max(1, losses.numel()) or num_sequences < 1:
+    if not (num_tokens >= max(1, losses.numel()) and num_sequences >= 1):
         raise ValueError(
             f"num_tokens {num_tokens}, num_sequences {num_sequences}: allowed are the counts of the whole optimizer "
             f"batch, at least the {losses.numel()} tokens given and 1"
@@ -225,6 +226,6 @@ def aggregate(
         return (losses / torch.bincount(sequence)[sequence]).sum() / num_sequences
     if mode == "seq-mean-token-sum":
         return losses.sum() / num_sequences
-    if max_length is None or max_length < 1:
+    if max_length is None or not max_length >= 1:
         raise ValueError(f"max_length {max_length}: allowed is the response limit in tokens, at least 1")
     return losses.sum() / (num_sequences * max_length)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -21,10 +21,13 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a word, split at white space; a word outside `words` is an error."""
-    vocabulary = dict.fromkeys([PAD, END, "<|system|>", "<|user|>", "<|assistant|>", *words])
+    """A tokenizer with one token a word, split at white space and punctuation; a word outside `words` is an error."""
+    marks = pre_tokenizers.Split(Regex(r"""[\[\](){}.,:;!?'"]"""), "isolated")
+    split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
+    pieces = [piece for piece, _ in split.pre_tokenize_str(" ".join(words))]
+    vocabulary = dict.fromkeys([PAD, END, "<|system|>", "<|user|>", "<|assistant|>", *pieces])
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.pre_tokenizer = split
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
     fast.chat_template = CHAT_TEMPLATE
     return fast

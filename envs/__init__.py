@@ -18,6 +18,7 @@ Its constructor's keyword arguments are the task's options; they are settings of
 import importlib
 import importlib.util
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +51,9 @@ def load(name: str) -> type:
         return getattr(importlib.import_module(path), attribute)
     if not Path(path).is_file():
         raise ValueError(f"task {name!r}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"task_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     if not hasattr(module, attribute):
         raise ValueError(f"task {name!r}: {path} has no class {attribute!r}")
@@ -73,8 +75,6 @@ def parse_think_action(response: str) -> tuple[str | None, bool]:
     Each tag once, in order, lower case, nothing but white space outside, an action that is not blank. The action comes
     back stripped; where the format is broken it is None. Any text may stand inside the tags but the tags themselves.
     """
-    match = FORMAT.fullmatch(response)
-    if match is None or any(response.count(tag) != 1 for tag in TAGS):
-        return None, False
-    action = match[2].strip()
+    match = FORMAT.fullmatch(response) if all(response.count(tag) == 1 for tag in TAGS) else None
+    action = match[2].strip() if match else ""
     return (action, True) if action else (None, False)

@@ -13,7 +13,7 @@ import random
 from functools import lru_cache
 from hashlib import blake2b
 
-from envs import Observation, Step, parse_think_action
+from envs import TAGS, Observation, Step, parse_think_action
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 SPLITS = {"train": 65536, "valid_seen": 512, "valid_unseen": 512}
@@ -50,6 +50,7 @@ You should first reason step-by-step about the current situation - observe the p
 path to push a box toward a target, and avoid traps like corners or walls. This reasoning process MUST be enclosed \
 within <think> </think> tags. Once you've finished your reasoning, you should choose an admissible action for the \
 current step and present it within <action> </action> tags."""
+PAIR = "[Observation {number}: '{observation}', Action {number}: '{action}']"
 HISTORY = "You have already taken {count} step(s). The most recent observations and the actions you took:\n{pairs}\n"
 
 
@@ -132,7 +133,9 @@ def generate(
     task_id: str, size: int, boxes: int, max_walls: int, min_solution: int, max_solution: int
 ) -> tuple[Room, State]:
     """The level of a task id `split/number`: the number fixes the solution length and seeds the draws."""
-    split, number = task_id.split("/")
+    split, _, number = task_id.partition("/")
+    if split not in SPLITS or not number.isdecimal():
+        raise ValueError(f"task {task_id!r}: allowed is split/number, split one of {', '.join(SPLITS)}")
     rng = random.Random(f"sokoban {task_id} {size} {boxes} {max_walls}")
     length = min_solution + int(number) % (max_solution - min_solution + 1)
     cells = inside((size, frozenset(), frozenset()))
@@ -175,6 +178,8 @@ class Sokoban:
                 f"min_solution {min_solution}, max_solution {max_solution}: allowed is "
                 f"1 <= min_solution <= max_solution <= max_turns {max_turns}"
             )
+        if history < 0:
+            raise ValueError(f"history {history}: allowed is 0 and up")
         if size < 4 or boxes < 1 or max_walls < 0 or boxes + max_walls >= (size - 2) ** 2 - 1:
             raise ValueError(
                 f"size {size}, boxes {boxes}, max_walls {max_walls}: allowed is a room with space to move"
@@ -193,7 +198,7 @@ class Sokoban:
             raise ValueError(f"split {split!r}: allowed are {', '.join(SPLITS)}")
         if split == "train":
             return [f"train/{number}" for number in range(SPLITS[split])]
-        return _panel(split, *self.level)
+        return list(_panel(split, *self.level))
 
     def reset(self, task_id: str) -> Observation:
         """Start the level of a task id."""
@@ -219,7 +224,7 @@ class Sokoban:
         text = history[-1][0].text
         past = history[:-1][-self.history :] if self.history else []
         pairs = [
-            f"[Observation {number}: '{observation.text}', Action {number}: '{action}']"
+            PAIR.format(number=number, observation=observation.text, action=action or "none")
             for number, (observation, action) in enumerate(past, start=len(history) - len(past))
         ]
         if self.prompt_style == "compact":
@@ -236,31 +241,30 @@ class Sokoban:
         return action.lower() if valid else None, valid
 
     def expert(self, rng: random.Random, noise: float = 0.0) -> str:
-        """A response that plays an optimal move, or with probability `noise` any; the thought names the next push."""
-        table = distances(self.room)
-        best = [a for a in MOVES if table.get(move(self.floor, self.state, a), 1 << 30) < table.get(self.state, 0)]
-        optimal = best[0] if best else rng.choice(list(MOVES))
-        action = rng.choice(list(MOVES)) if rng.random() < noise else optimal
-        return f"<think> push {self._next_push() or optimal} </think> <action> {action} </action>"
+        """An optimal move behind the direction of the next push, or with probability `noise` any two directions."""
+        moves = None if rng.random() < noise else self.optimal()
+        action, push = moves or (rng.choice(list(MOVES)), rng.choice(list(MOVES)))
+        return f"<think> push {push} </think> <action> {action} </action>"
 
-    def _next_push(self) -> str | None:
-        """The direction of the first push on an optimal path, None where the state cannot be solved."""
-        table, state = distances(self.room), self.state
-        while state in table and table[state]:
-            action = next(a for a in MOVES if table.get(move(self.floor, state, a), 1 << 30) < table[state])
-            after = move(self.floor, state, action)
+    def optimal(self) -> tuple[str, str] | None:
+        """The next move of a shortest solution and the direction of its next push; None where there is no solution."""
+        table, state, moves = distances(self.room), self.state, []
+        while table.get(state):
+            closer = (a for a in MOVES if table.get(move(self.floor, state, a), table[state]) < table[state])
+            moves.append(next(closer))
+            after = move(self.floor, state, moves[-1])
             if after[1] != state[1]:
-                return action
+                return moves[0], moves[-1]
             state = after
         return None
 
     def words(self) -> list[str]:
-        """Every word of the task, split at white space, in a fixed order."""
-        responses = f"{' '.join(MOVES)} push none {' '.join(('<think>', '</think>', '<action>', '</action>'))}"
-        digits = " ".join(str(i) for i in range(max(self.level[0], self.max_turns + 1)))
-        objects = " ".join(["player", "box", "target", "wall", *SYMBOLS])
-        prompts = f"{RULES} {GRID_LEGEND} {COORDS_LEGEND} {TASK} {HISTORY}" if self.prompt_style == "words" else ""
-        return list(dict.fromkeys(f"{responses} {digits} {objects} {prompts}".split()))
+        """Every word of the task, split at white space, in a fixed order; an action may come back in lower case."""
+        words = f"{' '.join(TAGS)} {' '.join(MOVES)} push none player box target wall {' '.join(SYMBOLS)} "
+        words += " ".join(str(i) for i in range(max(self.level[0], self.max_turns + 1)))
+        if self.prompt_style == "words":
+            words += f" {RULES} {GRID_LEGEND} {COORDS_LEGEND} {TASK} {HISTORY} {PAIR}"
+        return list(dict.fromkeys(f"{words} {words.lower()}".split()))
 
     def action_type(self, action: str | None) -> str:
         """The move itself, `other` for a word that is no move, `invalid` for a broken response."""
@@ -280,12 +284,17 @@ class Sokoban:
 def _panel(split: str, *level: int) -> list[str]:
     """Ids of a validation panel: number i, or the next i + a multiple of the stride whose level is new."""
     lengths = level[-1] - level[-2] + 1
-    seen, ids = set(), []
+    seen: dict[tuple, str] = {}
     for i in range(SPLITS[split]):
-        numbers = range(i, i + 1000 * lengths * SPLITS[split], lengths * SPLITS[split])
-        ids.append(next(f"{split}/{n}" for n in numbers if generate(f"{split}/{n}", *level) not in seen))
-        seen.add(generate(ids[-1], *level))
-    return ids
+        numbers = range(i, i + 100 * lengths * SPLITS[split], lengths * SPLITS[split])
+        new = ((generate(f"{split}/{n}", *level), f"{split}/{n}") for n in numbers)
+        found = next(((start, task_id) for start, task_id in new if start not in seen), None)
+        if found is None:
+            raise ValueError(
+                f"max_walls {level[2]}, max_solution {level[-1]}: {split} has too few levels, {len(seen)}"
+            )
+        seen[found[0]] = found[1]
+    return list(seen.values())
 
 
 def _grid(room: Room, state: State) -> str:

@@ -1,0 +1,163 @@
+"""Settings: precedence, and every wrong invocation ends in one line and exit code 2 before any work."""
+
+import json
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+
+import eval as evaluation
+import train
+from advantages import ADVANTAGES, gigpo
+from config import LIMITS, Config, numbers_of, parse, resolve
+from grpo import METHODS
+from losses import AGGREGATIONS, SURROGATES, ppo_clip, sapo
+from recipes import NUMBERS
+
+SMALL = "--sft_steps 0 --steps 0 --eval_levels 4 --groups_per_step 1"
+
+WRONG = {  # command line: what the one line must hold
+    "--method sampoo": ["--method", "'sampoo'", "sampo", "grpo"],
+    "--mehtod sampo": ["--mehtod", "--method"],
+    "--meth sampo": ["--meth", "no such flag"],
+    "--steps ten": ["--steps", "'ten'", "int"],
+    "--steps -1": ["--steps -1", "0 to 1000000"],
+    "--learning_rate nan": ["--learning_rate nan", "0.0 to 1.0"],
+    "--learning_rate 2": ["--learning_rate 2.0", "0.0 to 1.0"],
+    "--temperature 0": ["--temperature 0.0", "0.001"],
+    "--eval_top_p 1.5": ["--eval_top_p 1.5", "1.0"],
+    "--aggregation mean": ["--aggregation", "'mean'", "token-mean"],
+    "--group_size 1": ["--group_size 1", "at least 2", "dynamic sampling"],
+    "--penalty_scope turn_local": ["--penalty_scope turn_local", "--baseline turn"],
+    "--dual_clip 0.5": ["--dual_clip 0.5", "above 1"],
+    "--hidden 40": ["--hidden 40", "multiples of 16"],
+    "--std maybe": ["--std", "maybe", "true/false"],
+    "--mini_batch 0": ["--mini_batch 0", "1 to"],
+    "--gamma 1.01": ["--gamma 1.01", "0.0 to 1.0"],
+    "--task tetris": ["task 'tetris'", "sokoban", "path.py:Class"],
+    "--task missing.py:Game": ["task 'missing.py:Game'", "no file missing.py"],
+    "--eval_levels 5000": ["--eval_levels 5000", "1 to 512"],
+    "--min_solution 9 --max_solution 8": ["min_solution 9", "max_solution 8", "max_turns"],
+    "--max_solution 20": ["max_solution 20", "max_turns 12"],
+    "--size 3": ["--size 3", "4 to 100"],
+    "--name a/b": ["--name 'a/b'", "without /"],
+    "--model /no/such/model": ["/no/such/model"],
+    "--seed -3": ["--seed -3", "0 to"],
+    "extra": ["extra", "no such flag"],
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_invocation_is_one_line_and_exit_code_2(line, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main([*SMALL.split(), "--output", str(tmp_path / "runs"), *line.split()])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and "Traceback" not in said
+    assert all(part in said for part in WRONG[line]), said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_folder_is_not_overwritten_unasked(tmp_path, capsys):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("precious")
+    for flags in ([], ["--overwrite"]):  # it is no run's folder, so --overwrite does not help
+        with pytest.raises(SystemExit) as stop:
+            train.main([*SMALL.split(), "--output", str(tmp_path), "--name", "mine", *flags])
+        assert stop.value.code == 2 and "--overwrite" in capsys.readouterr().err
+    assert (folder / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("--run nowhere", ["nowhere", "config.json"]),
+        ("--split test", ["split 'test'", "valid_seen"]),
+        ("--eval_levels 9999", ["--eval_levels 9999", "512"]),
+        ("--eval_temperature -1", ["--eval_temperature -1.0", "0.0"]),
+        ("--verbose", ["--verbose", "no such flag"]),
+    ],
+)
+def test_wrong_invocations_of_eval(line, parts, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    run = [] if "--run" in line else ["--run", str(tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main([*run, *line.split()])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and all(part in said for part in parts), said
+
+
+def test_choices_are_the_keys_of_the_dicts():
+    literals = {item.name: get_args(item.type) for item in fields(Config)}
+    assert literals["method"] == tuple(METHODS)
+    assert literals["surrogate"] == tuple(SURROGATES)
+    assert literals["advantage"] == tuple(ADVANTAGES)
+    assert literals["aggregation"] == AGGREGATIONS
+    assert set(NUMBERS) == {*SURROGATES, *ADVANTAGES}
+
+
+def test_every_number_has_limits_and_every_limit_a_field():
+    numbers = {item.name for item in fields(Config) if item.type in (int, float)}
+    assert numbers == set(LIMITS)
+
+
+def test_the_command_line_wins_over_recipe_over_method_over_default():
+    config, source = resolve({"method": "sampo", "kl_coef": 0.5})
+    assert (config.surrogate, config.advantage, config.dynamic_sampling) == ("gspo", "gigpo", True)
+    assert (config.clip_low, config.clip_high) == (0.03, 0.04)  # the tiny recipe's exception
+    assert config.kl_coef == 0.5 and config.dual_clip == 0.0
+    assert source["kl_coef"] == "command line" and source["clip_low"] == "sokoban tiny gspo"
+    assert source["learning_rate"] == "sokoban tiny" and source["dual_clip"] == "default"
+    assert source["surrogate"] == "method sampo"
+
+
+def test_another_surrogate_brings_its_own_numbers():
+    config, _ = resolve({"method": "sampo", "surrogate": "cispo"})
+    assert (config.surrogate, config.clip_low, config.clip_high) == ("cispo", 1.0, 0.2)
+
+
+def test_a_model_takes_the_papers_numbers():
+    # Table 6, Sokoban; SAMPO takes GSPO's row
+    config, _ = resolve({"method": "sampo", "model": "some/model"})
+    assert (config.clip_low, config.clip_high, config.learning_rate) == (3e-3, 4e-3, 1e-6)
+    assert (config.mini_batch, config.groups_per_step, config.group_size) == (64, 32, 8)
+    assert (config.max_turns, config.history, config.kl_coef, config.penalty) == (15, 2, 0.01, 0.1)
+    assert (config.max_prompt_tokens, config.max_response_tokens) == (1024, 512)
+    assert (config.eval_temperature, config.eval_top_p, config.eval_top_k) == (0.7, 0.95, 20)
+    assert resolve({"model": "some/model", "recipe": "tiny"})[0].learning_rate == 3e-4
+
+
+def test_the_released_method_differs_by_its_switches():
+    ours, released = resolve({"method": "sampo"})[0], resolve({"method": "sampo_released"})[0]
+    differing = {item.name for item in fields(Config) if getattr(ours, item.name) != getattr(released, item.name)}
+    assert differing == {
+        "method",
+        "aggregation",
+        "baseline",
+        "penalty_scope",
+        "inadmissible_is_invalid",
+        "entropy_coef",
+        "filter_cold_start",
+        "fill_uniform",
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_resolves(method):
+    config, _ = resolve({"method": method})
+    for name, value in vars(METHODS[method]).items():
+        assert getattr(config, name) == value
+
+
+def test_a_function_is_given_the_numbers_it_names():
+    config, _ = resolve({"method": "grpo", "clip_low": 0.1, "clip_high": 0.3})
+    assert numbers_of(ppo_clip, config) == {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 0.0}
+    assert numbers_of(sapo, config) == {"tau_pos": 1.0, "tau_neg": 1.05}
+    assert set(numbers_of(gigpo, config)) == {"gamma", "omega", "std", "baseline", "penalty", "penalty_scope"}
+
+
+def test_flags_take_both_spellings_and_booleans_can_be_switched_off():
+    config = parse("--clip-low 0.1 --no_std --dynamic_sampling false --seq_mask".split())
+    assert (config.clip_low, config.std, config.dynamic_sampling, config.seq_mask) == (0.1, False, False, True)

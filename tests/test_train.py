@@ -1,0 +1,186 @@
+"""The whole loop in process, on real episodes: files, metrics, repeatability, every method, learning."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import eval as evaluation
+import train
+from grpo import METHODS
+from plots import read_metrics
+
+REQUIRED = {
+    "train/success",
+    "loss",
+    "kl_ref",
+    "kl_old",
+    "grad_norm",
+    "clip_frac",
+    "format_valid",
+    "entropy",
+    "tokens",
+    "seconds/rollout",
+    "seconds/update",
+}
+SMALL = "--steps 3 --eval_every 2 --eval_levels 24 --groups_per_step 4 --group_size 4 --sft_episodes 150"
+
+
+def run(output, *flags):
+    results = train.main([*SMALL.split(), "--output", str(output), *flags])
+    (folder,) = [path for path in output.iterdir() if path.is_dir()]
+    return results, folder
+
+
+def without_seconds(folder):
+    return [
+        {name: value for name, value in metrics.items() if not name.startswith("seconds/")}
+        for metrics in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run of the default method: cloned for 100 steps, three RL steps."""
+    return run(tmp_path_factory.mktemp("runs"), "--sft_steps", "100")
+
+
+def test_a_run_leaves_its_files(finished):
+    results, folder = finished
+    assert folder.name == "sokoban-sampo-seed0"
+    assert (folder / "curves.png").stat().st_size > 10_000
+    assert json.loads((folder / "config.json").read_text())["method"] == "sampo"
+    assert json.loads((folder / "results.json").read_text())["results"] == results
+    assert list(results) == ["random", "expert", "after cloning", "after RL"]
+    assert all(set(panels) == {"valid_seen", "valid_unseen"} for panels in results.values())
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_metrics_have_a_line_a_step_and_the_names_of_the_glossary(finished):
+    results, folder = finished
+    metrics = read_metrics(folder / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3]
+    assert [m["step"] for m in metrics if "eval/success" in m] == [0, 2, 3]
+    assert metrics[0]["eval/success"] == results["after cloning"]["valid_seen"]["success"]
+    assert metrics[3]["eval/success"] == results["after RL"]["valid_seen"]["success"]
+    assert all(set(m) >= REQUIRED for m in metrics[1:])
+
+
+def test_a_saved_run_evaluates_to_the_same_success(finished, capsys):
+    results, folder = finished
+    again = evaluation.main(["--run", str(folder), "--split", "valid_unseen"])
+    assert again == results["after RL"]["valid_unseen"]
+    assert json.loads(capsys.readouterr().out)["split"] == "valid_unseen"
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
+    logs = []
+    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        _, folder = run(tmp_path / name, "--sft_steps", "40", "--seed", seed)
+        logs.append(without_seconds(folder))
+    assert logs[0] == logs[1] != logs[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_its_steps(method, finished, tmp_path):
+    _, cloned = finished
+    flags = [
+        "--model",
+        str(cloned / "model"),
+        "--recipe",
+        "tiny",
+        "--sft_steps",
+        "0",
+        "--method",
+        method,
+        "--steps",
+        "2",
+    ]
+    _, folder = run(tmp_path, *flags, "--filter_cold_start", "0")
+    trained = [m for m in read_metrics(folder / "metrics.jsonl")[1:] if m["updates"]]
+    assert all(isinstance(m[name], float | int) for m in trained for name in REQUIRED)
+    assert trained or METHODS[method].dynamic_sampling
+
+
+def test_a_step_without_an_informative_group_is_skipped(tmp_path):
+    # an untrained policy never succeeds: every group fails, dynamic sampling keeps none
+    _, folder = run(tmp_path, "--sft_steps", "0", "--max_tries", "2")
+    for m in read_metrics(folder / "metrics.jsonl")[1:]:
+        assert (m["updates"], m["tries"], m["train/all_fail"], m["loss"], m["tokens"]) == (0, 2, 1.0, None, 0)
+
+
+def test_own_rollouts_can_be_cloned(finished, tmp_path):
+    _, cloned = finished
+    flags = "--recipe tiny --sft_data rollouts --sft_episodes 64 --sft_steps 5 --steps 0"
+    results, _ = run(tmp_path, "--model", str(cloned / "model"), *flags.split())
+    assert results["after cloning"]["valid_seen"]["levels"] == 24
+
+
+def test_the_time_limit_stops_saves_and_evaluates(tmp_path, capsys):
+    results, folder = run(tmp_path, "--sft_steps", "0", "--max_minutes", "0.0001", "--steps", "50")
+    metrics = read_metrics(folder / "metrics.jsonl")
+    assert len(metrics) < 5 and "eval/success" in metrics[-1]
+    assert (folder / "model").exists() and "after RL" in results
+
+
+def test_gradients_that_stay_non_finite_stop_the_run(finished, tmp_path, monkeypatch):
+    _, cloned = finished
+    monkeypatch.setitem(train.ADVANTAGES, "grpo", lambda turns, *, std=True: turns.reward * float("nan"))
+    flags = ["--model", str(cloned / "model"), "--recipe", "tiny", "--sft_steps", "0", "--method", "grpo"]
+    with pytest.raises(RuntimeError, match="step 3: every gradient of the last 3 steps was non-finite"):
+        run(tmp_path, *flags)
+
+
+def test_a_users_own_task_trains(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_TASK)
+    flags = f"--task {tmp_path}/mine.py:Guess --sft_data expert --sft_steps 30 --max_response_tokens 12"
+    results, _ = run(tmp_path / "runs", *flags.split())
+    assert results["expert"]["valid_seen"]["success"] == 1
+
+
+OWN_TASK = '''
+from envs import Observation, Step, parse_think_action
+
+class Guess:
+    """Say the word that is shown."""
+
+    append_only, max_turns = False, 2
+
+    def tasks(self, split):
+        return [f"{split} {word}" for word in ("left", "right") for _ in range(20)]
+
+    def reset(self, task_id):
+        self.word, self.turns = task_id.split()[1], 0
+        return Observation(self.word, self.word, ("left", "right"))
+
+    def step(self, action):
+        self.turns += 1
+        won = action == self.word
+        shown = Observation(self.word, self.word, ("left", "right"))
+        return Step(shown, float(won), won or self.turns == 2, won, float(won))
+
+    def prompt(self, history):
+        return [{"role": "user", "content": history[-1][0].text}]
+
+    def parse(self, response):
+        return parse_think_action(response)
+
+    def expert(self, rng, noise=0.0):
+        word = rng.choice(["left", "right"]) if rng.random() < noise else self.word
+        return f"<think> </think> <action> {word} </action>"
+
+    def words(self):
+        return ["left", "right", "<think>", "</think>", "<action>", "</action>"]
+'''
+
+
+@pytest.mark.slow
+def test_sampo_learns(tmp_path):
+    """Twenty steps of the default, at its own size: held-out success rises by more than its interval."""
+    flags = "--steps 20 --eval_every 20 --eval_levels 240 --groups_per_step 16 --group_size 8 --sft_episodes 2000"
+    results = train.main([*flags.split(), "--output", str(tmp_path)])
+    before, after = (results[name]["valid_seen"] for name in ("after cloning", "after RL"))
+    assert before["success"] > 2 * results["random"]["valid_seen"]["success"]
+    assert after["success_low"] > before["success_high"]

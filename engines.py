@@ -1,6 +1,6 @@
 """Engines sample: prompts of token ids in, sampled ids and their log-probabilities out.
 
-    generate(prompts, seeds, *, temperature, max_tokens, top_p, top_k) -> list[Generation]
+    generate(prompts, seeds, sampling) -> list[Generation]
 
 Every prompt has a seed of its own, and its draws depend on nothing else in the batch. The log-probabilities are
 those of log_softmax(logits / temperature), before top_p and top_k, which serve evaluation alone: training samples
@@ -19,6 +19,14 @@ from transformers import DynamicCache
 class Prompt:
     ids: list[int]
     images: tuple = ()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float  # 0 is greedy
+    max_tokens: int  # of a response
+    top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
 
 
 @dataclass(frozen=True)
@@ -56,31 +64,22 @@ class TransformersEngine:
         self.stop = torch.tensor(sorted(stop), device=model.device)
 
     @torch.no_grad()
-    def generate(
-        self,
-        prompts: list[Prompt],
-        seeds: list[int],
-        *,
-        temperature: float,
-        max_tokens: int,
-        top_p: float = 1.0,
-        top_k: int = 0,
-    ) -> list[Generation]:
-        """Sample a response to every prompt; temperature 0 is greedy. Prompts are padded on the left, in one batch."""
+    def generate(self, prompts: list[Prompt], seeds: list[int], sampling: Sampling) -> list[Generation]:
+        """Sample a response to every prompt, seeds[i] for prompts[i]; they are padded on the left, in one batch."""
         if any(prompt.images for prompt in prompts):
             raise ValueError("images: TransformersEngine reads text alone")
         device, count = self.model.device, len(prompts)
         width = max(len(prompt.ids) for prompt in prompts)
         ids = torch.tensor([[self.pad] * (width - len(p.ids)) + p.ids for p in prompts], device=device)  # [B, L]
         mask = torch.tensor([[0] * (width - len(p.ids)) + [1] * len(p.ids) for p in prompts], device=device)
-        uniform = np.stack([np.random.default_rng(seed).random(max_tokens) for seed in seeds])
+        uniform = np.stack([np.random.default_rng(seed).random(sampling.max_tokens) for seed in seeds])
         uniform = torch.as_tensor(uniform, device=device)  # [B, T]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         padded = bool((mask == 0).any())
         cache = DynamicCache(config=self.model.config)
         tokens, logprobs = [], []
         stopped = torch.zeros(count, dtype=torch.bool, device=device)
-        for t in range(max_tokens):
+        for t in range(sampling.max_tokens):
             logits = (
                 self.model(
                     input_ids=ids,
@@ -93,8 +92,11 @@ class TransformersEngine:
                 .logits[:, -1]
                 .float()
             )  # [B, V]
-            logits = logits / temperature if temperature else logits
-            token = choose(logits, uniform[:, t], top_p, top_k) if temperature else logits.argmax(-1)
+            if sampling.temperature:
+                logits = logits / sampling.temperature
+                token = choose(logits, uniform[:, t], sampling.top_p, sampling.top_k)
+            else:
+                token = logits.argmax(-1)
             tokens.append(token)
             logprobs.append(torch.log_softmax(logits, -1).gather(1, token[:, None])[:, 0])
             stopped |= torch.isin(token, self.stop)

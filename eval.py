@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from config import Config, Parser, make_envs
-from engines import TransformersEngine
+from engines import Sampling, TransformersEngine
 from policy import load_policy
-from rollout import Sampling, Trajectory, play_scripted, run_episodes
+from rollout import Trajectory, play_scripted, run_episodes
 
 
 def wilson_interval(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
@@ -65,15 +65,10 @@ def panel(env, split: str, count: int) -> list[str]:
 
 def evaluate(engine, tokenizer, envs: list, tasks: list[str], config: Config) -> dict[str, float]:
     """One episode of the policy on each task, sampled by the settings eval_*, seeded by run and task."""
-    sampling = Sampling(
-        config.eval_temperature,
-        config.max_prompt_tokens,
-        config.max_response_tokens,
-        config.eval_top_p,
-        config.eval_top_k,
-    )
-    keys = [("evaluation", config.seed, task) for task in tasks]
-    return summarise(run_episodes(engine, tokenizer, envs, tasks, keys, sampling))
+    c = config
+    sampling = Sampling(c.eval_temperature, c.max_response_tokens, c.eval_top_p, c.eval_top_k)
+    keys = [("evaluation", c.seed, task) for task in tasks]
+    return summarise(run_episodes(engine, tokenizer, envs, tasks, keys, sampling, c.max_prompt_tokens))
 
 
 def evaluate_scripted(env, tasks: list[str], player: str, seed: int) -> dict[str, float]:
@@ -86,6 +81,23 @@ def evaluate_scripted(env, tasks: list[str], player: str, seed: int) -> dict[str
         return f"<think> </think> <action> {rng.choice(observation.actions)} </action>"
 
     return summarise([play_scripted(env, task, respond)[1] for task in tasks])
+
+
+def evaluate_players(env, panels: dict[str, list[str]], seed: int) -> dict[str, dict]:
+    """What to compare a policy with: the random player and, where the task has one, the expert, on every panel."""
+    players = ("random", "expert") if hasattr(env, "expert") else ("random",)
+    return {p: {split: evaluate_scripted(env, tasks, p, seed) for split, tasks in panels.items()} for p in players}
+
+
+def closing_table(results: dict[str, dict], seconds: dict[str, float]) -> str:
+    """Success with its 95 % interval by policy and panel, and where the time went, in Markdown."""
+    panels = list(next(iter(results.values())))
+    lines = [f"| policy | {' | '.join(panels)} |", f"|---|{'---|' * len(panels)}"]
+    for name, by_panel in results.items():
+        cells = [f"{r['success']:.3f} [{r['success_low']:.3f}, {r['success_high']:.3f}]" for r in by_panel.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    split = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+    return "\n".join([*lines, f"\nSuccess with its 95 % interval. {sum(seconds.values()):.0f} s in all: {split}."])
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:

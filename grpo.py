@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from losses import aggregate, kl_penalty, sequence_mask
 from policy import Pack, Row, make_packs, sampled_logprobs
@@ -68,42 +69,43 @@ def add_old_logprobs(model, reference, packs: list[Pack], temperature: float, nu
 
 
 def policy_loss(
-    logprobs,
-    entropy,
-    pack: Pack,
     surrogate,
-    reduce,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    pack: Pack,
+    num_tokens: int,
+    num_sequences: int,
     *,
-    delta: float | None,
+    aggregation: str,
+    max_response_tokens: int,
+    seq_mask: bool,
+    delta: float,
     kl_coef: float,
     kl_estimator: str,
     entropy_coef: float,
-):
-    """Loss of one micro-batch and its sums for the log.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a micro-batch of an optimizer batch of num_tokens and num_sequences; sums over its tokens for the log.
 
         loss = reduce(keep * surrogate) + kl_coef * reduce(kl) - entropy_coef * reduce(entropy)
 
-    surrogate(logprobs, old_logprobs, advantages, sequence) -> losses [M], stats. reduce(losses, sequence) ->
-    scalar, with the denominators of the optimizer batch. delta None is no sequence mask; the KL and entropy terms
-    know no mask.
+    reduce is `aggregate`, surrogate(logprobs, old_logprobs, advantages, sequence) -> losses [M], stats. keep is 1
+    without seq_mask; the KL and entropy terms know no mask. logprobs [M], entropy [M].
     """
+    sizes = {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_length": max_response_tokens}
+    reduce = partial(aggregate, sequence=pack.sequence, mode=aggregation, **sizes)
     batch = (logprobs, pack.old_logprobs, pack.advantages, pack.sequence)
     losses, stats = surrogate(*batch)
-    masked = torch.zeros((), dtype=torch.int64)
-    if delta is not None:
-        keep = sequence_mask(*batch, delta=delta)
-        losses, masked = torch.where(keep, losses, 0.0), (~keep).sum()
-    kl = kl_penalty(logprobs, pack.ref_logprobs, kl_estimator)
-    loss = reduce(losses, pack.sequence) + kl_coef * reduce(kl, pack.sequence)
+    keep = sequence_mask(*batch, delta=delta) if seq_mask else torch.ones_like(pack.sequence, dtype=torch.bool)
+    loss = reduce(torch.where(keep, losses, 0.0))
+    loss = loss + kl_coef * reduce(kl_penalty(logprobs, pack.ref_logprobs, kl_estimator))
     if entropy_coef:
-        loss = loss - entropy_coef * reduce(entropy, pack.sequence)
-    drift = (pack.old_logprobs - logprobs).detach()
+        loss = loss - entropy_coef * reduce(entropy)
     sums = {
         "kl_ref": kl_penalty(logprobs, pack.ref_logprobs, "k3").detach().sum(),
-        "kl_old": drift.sum(),
+        "kl_old": (pack.old_logprobs - logprobs).detach().sum(),
         "clip_frac_low": stats["clipped_low"].sum(),
         "clip_frac_high": stats["clipped_high"].sum(),
-        "masked_frac": masked,
+        "masked_frac": (~keep).sum(),
     }
     return loss, sums
 
@@ -112,56 +114,44 @@ def update_policy(
     model,
     optimizer,
     mini_batches: list[list[Pack]],
-    surrogate,
+    loss,
     *,
-    aggregation: str,
-    max_response_tokens: int,
     temperature: float,
     epochs: int,
     grad_clip: float,
+    entropy_coef: float,
     backward=torch.Tensor.backward,
-    **terms,
 ) -> dict[str, float]:
-    """One rollout's updates: an optimizer step for each mini-batch in each epoch. Returns means over them for the log.
+    """One rollout's updates: an optimizer step for each mini-batch in each epoch. Returns means for the log.
 
-    Gradients add up over the micro-batches of a mini-batch with its global denominators, and are clipped once. A
-    step with a non-finite gradient is skipped and counted. `terms` are the numbers of `policy_loss`.
+    loss(logprobs, entropy, pack, num_tokens, num_sequences) -> scalar, sums is `policy_loss` with its numbers.
+    Gradients add up over the micro-batches of a mini-batch and are clipped once. A step with a non-finite gradient is
+    skipped and counted.
     """
-    log = {"loss": [], "grad_norm": [], "skipped_updates": 0}
-    sums, tokens = {}, 0
-    for _ in range(epochs):
-        for packs in mini_batches:
-            num_tokens = sum(len(pack.tokens) for pack in packs)
-            num_sequences = sum(len(pack.sequence.unique()) for pack in packs)
-            reduce = partial(
-                aggregate,
-                mode=aggregation,
-                num_tokens=num_tokens,
-                num_sequences=num_sequences,
-                max_length=max_response_tokens,
-            )
-            loss_value = 0.0
-            for pack in packs:
-                logprobs, entropy = sampled_logprobs(model, pack, temperature, bool(terms["entropy_coef"]))
-                loss, micro = policy_loss(logprobs, entropy, pack, surrogate, reduce, **terms)
-                backward(loss)
-                loss_value += loss.item()
-                for name, value in micro.items():
-                    sums[name] = sums.get(name, 0.0) + value.item()
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip))
-            if math.isfinite(grad_norm):
-                optimizer.step()
-                log["grad_norm"].append(grad_norm)
-                log["loss"].append(loss_value)
-            else:
-                log["skipped_updates"] += 1
-            optimizer.zero_grad(set_to_none=True)
-            tokens += num_tokens
+    losses, norms, sums, tokens, skipped = [], [], {}, 0, 0
+    for packs in mini_batches * epochs:
+        num_tokens = sum(len(pack.tokens) for pack in packs)
+        num_sequences = sum(len(pack.sequence.unique()) for pack in packs)
+        total = 0.0
+        for pack in packs:
+            logprobs, entropy = sampled_logprobs(model, pack, temperature, bool(entropy_coef))
+            value, micro = loss(logprobs, entropy, pack, num_tokens, num_sequences)
+            backward(value)
+            total += value.item()
+            sums = {name: sums.get(name, 0.0) + term.item() for name, term in micro.items()}
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip))
+        if math.isfinite(norm):
+            optimizer.step()
+            losses.append(total)
+            norms.append(norm)
+        else:
+            skipped += 1
+        optimizer.zero_grad(set_to_none=True)
+        tokens += num_tokens
     metrics = {name: total / tokens for name, total in sums.items()}
     metrics["clip_frac"] = metrics["clip_frac_low"] + metrics["clip_frac_high"]
-    for name in ("loss", "grad_norm"):
-        metrics[name] = float(np.mean(log[name])) if log[name] else float("nan")
-    return metrics | {"updates": len(log["loss"]), "skipped_updates": log["skipped_updates"]}
+    means = {"loss": np.mean(losses or [np.nan]).item(), "grad_norm": np.mean(norms or [np.nan]).item()}
+    return metrics | means | {"updates": len(losses), "skipped_updates": skipped}
 
 
 def print_table() -> None:

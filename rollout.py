@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 
 from advantages import TurnTable
-from engines import Generation, Prompt
+from engines import Generation, Prompt, Sampling
 from policy import Row
 
 
@@ -44,17 +44,6 @@ class Trajectory:
     def reward(self) -> float:
         """Sum of the turns' rewards, without penalty."""
         return sum(turn.reward for turn in self.turns)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How an engine samples, and the limits of a prompt and a response in tokens."""
-
-    temperature: float
-    max_prompt_tokens: int
-    max_response_tokens: int
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 def digest(*parts) -> int:
@@ -121,7 +110,7 @@ def encode_prompts(tokenizer, episodes: list[Episode]) -> list[list[int]]:
 
 
 def run_episodes(
-    engine, tokenizer, envs: list, tasks: list[str], keys: list[tuple], sampling: Sampling
+    engine, tokenizer, envs: list, tasks: list[str], keys: list[tuple], sampling: Sampling, max_prompt_tokens: int
 ) -> list[Trajectory]:
     """Play every task once, all environments one turn at a time; a free environment takes the next task.
 
@@ -140,18 +129,17 @@ def run_episodes(
                 free.append(env)
         ready, prompts = [], []
         for episode, ids in zip(playing, encode_prompts(tokenizer, playing), strict=True):
-            if len(ids) <= sampling.max_prompt_tokens:
+            if len(ids) <= max_prompt_tokens:
                 ready.append(episode)
                 prompts.append(ids)
                 continue
             free.append(episode.env)
             episode.trajectory.truncated = True
             if not episode.trajectory.turns:
-                episode.trajectory.error = (
-                    f"first prompt: {len(ids)} tokens, max_prompt_tokens {sampling.max_prompt_tokens}"
-                )
+                episode.trajectory.error = f"first prompt: {len(ids)} tokens, max_prompt_tokens {max_prompt_tokens}"
         playing = []
-        generations = sample_responses(engine, ready, prompts, sampling)
+        seeds = [digest(*episode.key, len(episode.history)) for episode in ready]
+        generations = engine.generate([Prompt(ids) for ids in prompts], seeds, sampling) if ready else []
         texts = tokenizer.batch_decode([g.ids if g.truncated else g.ids[:-1] for g in generations])
         for episode, ids, generation, text in zip(ready, prompts, generations, texts, strict=True):
             try:
@@ -163,22 +151,6 @@ def run_episodes(
             else:
                 free.append(episode.env)
     return trajectories
-
-
-def sample_responses(
-    engine, episodes: list[Episode], prompts: list[list[int]], sampling: Sampling
-) -> list[Generation]:
-    """One response an episode, each with a seed of its own."""
-    if not episodes:
-        return []
-    return engine.generate(
-        [Prompt(ids) for ids in prompts],
-        [digest(*episode.key, len(episode.history)) for episode in episodes],
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_response_tokens,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-    )
 
 
 def play_scripted(env, task: str, respond: Callable) -> tuple[list[tuple[list[dict], str]], Trajectory]:

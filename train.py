@@ -31,13 +31,13 @@ from transformers.utils import logging
 
 from advantages import ADVANTAGES
 from config import Config, make_envs, numbers_of, parse
-from engines import TransformersEngine
-from eval import evaluate, evaluate_scripted, panel
-from grpo import add_old_logprobs, make_mini_batches, update_policy
+from engines import Sampling, TransformersEngine
+from eval import closing_table, evaluate, evaluate_players, panel
+from grpo import add_old_logprobs, make_mini_batches, policy_loss, update_policy
 from losses import SURROGATES
 from plots import plot_curves
 from policy import load_policy
-from rollout import Sampling, TaskStream, collect_groups, make_rows, run_episodes, turn_table
+from rollout import TaskStream, collect_groups, make_rows, run_episodes, turn_table
 from sft import clone, expert_rows, solved_rows
 
 PANELS = ("valid_seen", "valid_unseen")
@@ -79,9 +79,9 @@ class Run:
     def play(self, tasks: list[str], key: tuple) -> list:
         """Episodes of the policy on tasks, as in training; task i samples with the seeds of (seed, *key, i)."""
         c = self.config
-        sampling = Sampling(c.temperature, c.max_prompt_tokens, c.max_response_tokens)
+        sampling = Sampling(c.temperature, c.max_response_tokens)
         keys = [(c.seed, *key, i) for i in range(len(tasks))]
-        return run_episodes(self.engine, self.tokenizer, self.envs, tasks, keys, sampling)
+        return run_episodes(self.engine, self.tokenizer, self.envs, tasks, keys, sampling, c.max_prompt_tokens)
 
     def evaluate(self, split: str) -> dict[str, float]:
         """One episode on each task of a held-out panel."""
@@ -127,14 +127,8 @@ def sample_step(run: Run, step: int) -> tuple[list, dict[str, float]]:
         played = run.play(each, (step, attempt))
         return [played[i : i + c.group_size] for i in range(0, len(played), c.group_size)]
 
-    return collect_groups(
-        sample,
-        c.groups_per_step,
-        dynamic_sampling=c.dynamic_sampling and step > c.filter_cold_start,
-        max_tries=c.max_tries,
-        fill_uniform=c.fill_uniform,
-        max_failures=c.max_failures,
-    )
+    settings = numbers_of(collect_groups, c) | {"dynamic_sampling": c.dynamic_sampling and step > c.filter_cold_start}
+    return collect_groups(sample, c.groups_per_step, **settings)
 
 
 def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
@@ -148,10 +142,8 @@ def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
     metrics["tokens"] = sum(len(row.sampled) for row in rows)
     if not rows:
         return metrics | dict.fromkeys(UPDATE_METRICS) | {"updates": 0, "seconds/update": 0.0}
-    rng = np.random.default_rng([c.seed, 3, step])
-    batches = make_mini_batches(
-        rows, c.mini_batch, c.tokens_per_micro_batch, run.tokenizer.pad_token_id, rng, run.accelerator.device
-    )
+    rng, pad, device = np.random.default_rng([c.seed, 3, step]), run.tokenizer.pad_token_id, run.accelerator.device
+    batches = make_mini_batches(rows, c.mini_batch, c.tokens_per_micro_batch, pad, rng, device)
     packs = [pack for batch in batches for pack in batch]
     num_turns = sum(len(trajectory.turns) for group in groups for trajectory in group)
     entropy = add_old_logprobs(run.model, reference, packs, c.temperature, num_turns)
@@ -159,24 +151,12 @@ def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
     advantage = ADVANTAGES[c.advantage]
     advantages = torch.as_tensor(advantage(table, **numbers_of(advantage, c)), dtype=torch.float32)
     for pack in packs:
-        pack.advantages = advantages.to(run.accelerator.device)[pack.sequence]
+        pack.advantages = advantages.to(device)[pack.sequence]
     surrogate = SURROGATES[c.surrogate]
-    metrics |= update_policy(
-        run.model,
-        optimizer,
-        batches,
-        partial(surrogate, **numbers_of(surrogate, c)),
-        aggregation=c.aggregation,
-        max_response_tokens=c.max_response_tokens,
-        temperature=c.temperature,
-        epochs=c.epochs,
-        grad_clip=c.grad_clip,
-        backward=run.accelerator.backward,
-        delta=c.delta if c.seq_mask else None,
-        kl_coef=c.kl_coef,
-        kl_estimator=c.kl_estimator,
-        entropy_coef=c.entropy_coef,
-    )
+    surrogate = partial(surrogate, **numbers_of(surrogate, c))
+    loss = partial(policy_loss, surrogate, **numbers_of(policy_loss, c))
+    settings = numbers_of(update_policy, c) | {"backward": run.accelerator.backward}
+    metrics |= update_policy(run.model, optimizer, batches, loss, **settings)
     return metrics | {"entropy": float(entropy.mean()), "seconds/update": time.perf_counter() - start}
 
 
@@ -216,17 +196,6 @@ def train(run: Run) -> dict[str, float]:
     return seconds
 
 
-def closing_table(results: dict[str, dict], seconds: dict[str, float]) -> str:
-    """Success on both panels, with its interval, and where the time went, in Markdown."""
-    lines = [f"| policy | {' | '.join(PANELS)} |", "|---|---|---|"]
-    for name, panels in results.items():
-        cells = [f"{r['success']:.3f} [{r['success_low']:.3f}, {r['success_high']:.3f}]" for r in panels.values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    total = sum(seconds.values())
-    split = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
-    return "\n".join([*lines, f"\nSuccess with its 95 % interval. {total:.0f} s in all: {split}."])
-
-
 def main(argv: list[str] | None = None) -> dict[str, dict]:
     """Run everything; returns the results by policy and panel."""
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
@@ -237,12 +206,9 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
     except (ValueError, OSError) as error:
         print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    seconds, results = {}, {}
+    seconds = {}
     start = time.perf_counter()
-    for player in ("random", "expert") if hasattr(run.env, "expert") else ("random",):
-        results[player] = {
-            s: evaluate_scripted(run.env, tasks, player, config.seed) for s, tasks in run.panels.items()
-        }
+    results = evaluate_players(run.env, run.panels, config.seed)
     seconds["baselines"] = time.perf_counter() - start
     start = time.perf_counter()
     if config.sft_steps:

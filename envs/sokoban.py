@@ -74,7 +74,7 @@ def move(floor: frozenset[Cell], state: State, action: str) -> State:
     return ahead, boxes - {ahead} | {beyond}
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def distances(room: Room) -> dict[State, int]:
     """Fewest moves to a solution from every solvable state: breadth-first search from the solved ones, by pulling."""
     floor, targets = frozenset(inside(room)), room[2]
@@ -98,7 +98,7 @@ def distances(room: Room) -> dict[State, int]:
     return found
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def starts(room: Room) -> dict[int, list[State]]:
     """The solvable states of a room by their distance to a solution, in a fixed order."""
     by_distance: dict[int, list[State]] = {}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines import Prompt, TransformersEngine, choose
+from engines import Prompt, Sampling, TransformersEngine, choose
 
 LENGTHS = (3, 9, 5, 1, 7, 4, 9, 2)
 
@@ -22,7 +22,7 @@ def engine(model, tokenizer):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_logprobs_equal_a_full_forward_with_ragged_prompts_and_early_stops(engine, prompts, temperature):
-    generations = engine.generate(prompts, list(range(8)), temperature=temperature, max_tokens=25)
+    generations = engine.generate(prompts, list(range(8)), Sampling(temperature, 25))
     assert len({len(g.ids) for g in generations}) > 2  # some stop early, at different lengths
     for prompt, generation in zip(prompts, generations, strict=True):
         with torch.no_grad():
@@ -34,7 +34,7 @@ def test_logprobs_equal_a_full_forward_with_ragged_prompts_and_early_stops(engin
 
 
 def test_greedy_tokens_equal_generate(engine, prompts, tokenizer):
-    generations = engine.generate(prompts, [0] * 8, temperature=0, max_tokens=20)
+    generations = engine.generate(prompts, [0] * 8, Sampling(0, 20))
     for prompt, generation in zip(prompts, generations, strict=True):
         ids = torch.tensor([prompt.ids])
         out = engine.model.generate(
@@ -49,18 +49,18 @@ def test_greedy_tokens_equal_generate(engine, prompts, tokenizer):
 
 def test_a_seed_draws_the_same_in_another_batch(engine, prompts):
     seeds = [11, 22, 33, 44, 55, 66, 77, 88]
-    together = engine.generate(prompts, seeds, temperature=1.0, max_tokens=12)
-    backwards = engine.generate(prompts[::-1], seeds[::-1], temperature=1.0, max_tokens=12)[::-1]
-    alone = engine.generate(prompts[2:3], seeds[2:3], temperature=1.0, max_tokens=12)
+    together = engine.generate(prompts, seeds, Sampling(1.0, 12))
+    backwards = engine.generate(prompts[::-1], seeds[::-1], Sampling(1.0, 12))[::-1]
+    alone = engine.generate(prompts[2:3], seeds[2:3], Sampling(1.0, 12))
     assert [g.ids for g in together] == [g.ids for g in backwards]
     assert alone[0].ids == together[2].ids
 
 
 def test_different_seeds_draw_differently(engine, prompts):
     # case B51: members of a group share the prompt, not the seed
-    generations = engine.generate([prompts[0]] * 8, list(range(8)), temperature=1.5, max_tokens=12)
+    generations = engine.generate([prompts[0]] * 8, list(range(8)), Sampling(1.5, 12))
     assert len({tuple(g.ids) for g in generations}) > 4
-    same = engine.generate([prompts[0]] * 3, [5, 5, 5], temperature=1.5, max_tokens=12)
+    same = engine.generate([prompts[0]] * 3, [5, 5, 5], Sampling(1.5, 12))
     assert len({tuple(g.ids) for g in same}) == 1
 
 
@@ -98,4 +98,4 @@ def test_responses_end_behind_the_first_stop_token(engine):
 
 def test_images_are_refused(engine):
     with pytest.raises(ValueError, match="images"):
-        engine.generate([Prompt([1], images=("picture",))], [0], temperature=1.0, max_tokens=1)
+        engine.generate([Prompt([1], images=("picture",))], [0], Sampling(1.0, 1))

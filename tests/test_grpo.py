@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from config import Config
-from engines import Prompt, TransformersEngine
+from engines import Prompt, Sampling, TransformersEngine
 from grpo import METHODS, Method, add_old_logprobs, make_mini_batches, policy_loss, print_table, update_policy
 from losses import AGGREGATIONS, SURROGATES, aggregate
 from policy import Pack, Row, sampled_logprobs
@@ -18,7 +18,7 @@ OPEN = {  # numbers with which nothing is clipped
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
     "gspo": {"clip_low": 1e6, "clip_high": 1e6},
 }
-TERMS = {"delta": None, "kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1}
+PLAIN = {"max_response_tokens": 9, "seq_mask": False, "delta": 0.1, "kl_coef": 0.0, "kl_estimator": "k3"}
 
 
 class Recorder:
@@ -59,18 +59,10 @@ def gradient(model, rows, surrogate, aggregation, tokens_per_micro_batch, order_
     batches = make_mini_batches(rows, len(rows), tokens_per_micro_batch, 0, rng)
     fill(batches)
     recorder = Recorder(model)
-    update_policy(
-        model,
-        recorder,
-        batches,
-        partial(SURROGATES[surrogate], **OPEN[surrogate]),
-        aggregation=aggregation,
-        max_response_tokens=9,
-        temperature=1.0,
-        epochs=1,
-        grad_clip=1e9,
-        **TERMS,
-    )
+    ratio = partial(SURROGATES[surrogate], **OPEN[surrogate])
+    terms = PLAIN | {"kl_coef": 0.3, "entropy_coef": 0.1, "aggregation": aggregation}
+    loss = partial(policy_loss, ratio, **terms)
+    update_policy(model, recorder, batches, loss, temperature=1.0, epochs=1, grad_clip=1e9, entropy_coef=0.1)
     (found,) = recorder.gradients
     return found, len(batches[0])
 
@@ -103,7 +95,7 @@ def test_denominators_of_a_micro_batch_would_show(model):
 def sampled_batches(model, tokenizer, temperature, mini_batch=3, tokens=30):
     engine = TransformersEngine(model, tokenizer)
     prompts = [Prompt([2 + i, 3, 5 + i][: 1 + i % 3]) for i in range(8)]
-    generations = engine.generate(prompts, list(range(8)), temperature=temperature, max_tokens=7)
+    generations = engine.generate(prompts, list(range(8)), Sampling(temperature, 7))
     rows = []
     for i, (prompt, g) in enumerate(zip(prompts, generations, strict=True)):
         n = len(prompt.ids)
@@ -162,20 +154,11 @@ def ready(model, tokenizer, advantages, **sizes):
     return batches
 
 
-def update(model, optimizer, batches, epochs=1, grad_clip=1e9, **terms):
+def update(model, optimizer, batches, grad_clip=1e9):
     surrogate = partial(SURROGATES["ppo_clip"], clip_low=0.2, clip_high=0.3)
-    numbers = {"delta": None, "kl_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0} | terms
+    loss = partial(policy_loss, surrogate, aggregation="token-mean", entropy_coef=0.0, **PLAIN)
     return update_policy(
-        model,
-        optimizer,
-        batches,
-        surrogate,
-        aggregation="token-mean",
-        max_response_tokens=7,
-        temperature=1.0,
-        epochs=epochs,
-        grad_clip=grad_clip,
-        **numbers,
+        model, optimizer, batches, loss, temperature=1.0, epochs=1, grad_clip=grad_clip, entropy_coef=0.0
     )
 
 
@@ -243,9 +226,8 @@ def hand_made():
 def loss_of(**terms):
     logprobs, entropy, pack = hand_made()
     surrogate = partial(SURROGATES["ppo_clip"], clip_low=0.5, clip_high=0.5)
-    reduce = partial(aggregate, mode="token-mean", num_tokens=3, num_sequences=2)
-    numbers = {"delta": None, "kl_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0} | terms
-    loss, sums = policy_loss(logprobs, entropy, pack, surrogate, reduce, **numbers)
+    numbers = PLAIN | {"aggregation": "token-mean", "entropy_coef": 0.0} | terms
+    loss, sums = policy_loss(surrogate, logprobs, entropy, pack, 3, 2, **numbers)
     loss.backward()
     return loss.item(), sums, logprobs.grad
 
@@ -255,12 +237,12 @@ def test_the_mask_drops_the_surrogate_of_a_drifted_turn_and_keeps_its_kl():
     loss, sums, gradient = loss_of()
     assert loss == pytest.approx((2 * 0.8187308 - 2) / 3, rel=1e-5)
     # the first turn is dropped: -2 / 3, its tokens without gradient, the denominator still 3
-    loss, sums, gradient = loss_of(delta=0.1)
+    loss, sums, gradient = loss_of(seq_mask=True)
     assert loss == pytest.approx(-2 / 3, rel=1e-5)
     assert gradient.tolist() == pytest.approx([0, 0, -2 / 3])
     assert sums["masked_frac"] == 2
     # k3 at the third token, d = 1: e - 2 = .7182818; masked or not
-    loss, sums, gradient = loss_of(delta=0.1, kl_coef=0.5)
+    loss, sums, gradient = loss_of(seq_mask=True, kl_coef=0.5)
     assert loss == pytest.approx(-2 / 3 + 0.5 * 0.7182818 / 3, rel=1e-5)
     assert sums["kl_ref"].item() == pytest.approx(0.7182818, rel=1e-5)
 
@@ -271,8 +253,8 @@ def test_an_entropy_bonus_lowers_the_loss():
 
 
 def test_drift_is_summed_over_all_tokens_masked_or_not():
-    for delta in (None, 0.1):
-        assert loss_of(delta=delta)[1]["kl_old"].item() == pytest.approx(0.2 + 0.2 + 0.0, rel=1e-5)
+    for mask in (False, True):
+        assert loss_of(seq_mask=mask)[1]["kl_old"].item() == pytest.approx(0.2 + 0.2 + 0.0, rel=1e-5)
 
 
 def test_methods_are_table_1():

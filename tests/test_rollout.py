@@ -2,10 +2,9 @@
 
 import pytest
 
-from engines import Generation
+from engines import Generation, Sampling
 from envs import Observation, Step, parse_think_action
 from rollout import (
-    Sampling,
     TaskStream,
     Trajectory,
     Turn,
@@ -17,7 +16,7 @@ from rollout import (
     turn_table,
 )
 
-SAMPLING = Sampling(temperature=1.0, max_prompt_tokens=50, max_response_tokens=8)
+SAMPLING = Sampling(temperature=1.0, max_tokens=8)
 UP = "<think> a </think> <action> up </action>"
 
 
@@ -63,7 +62,7 @@ class Script:
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts, self.calls = tokenizer, texts, []
 
-    def generate(self, prompts, seeds, *, temperature, max_tokens, top_p, top_k):
+    def generate(self, prompts, seeds, sampling):
         self.calls.append((prompts, seeds))
         text = self.texts[(len(self.calls) - 1) % len(self.texts)]
         ids = self.tokenizer(text or UP)["input_ids"] + [self.tokenizer.eos_token_id]
@@ -71,10 +70,11 @@ class Script:
         return [Generation(list(ids), [-0.5] * len(ids), text is None) for _ in prompts]
 
 
-def play(tokenizer, tasks, *texts, env=Count, envs=None, sampling=SAMPLING, engine=None):
+def play(tokenizer, tasks, *texts, env=Count, envs=None, engine=None, max_prompt_tokens=50):
     engine = engine or Script(tokenizer, *texts)
     keys = [("key", i) for i in range(len(tasks))]
-    return run_episodes(engine, tokenizer, [env() for _ in range(envs or len(tasks))], tasks, keys, sampling), engine
+    places = [env() for _ in range(envs or len(tasks))]
+    return run_episodes(engine, tokenizer, places, tasks, keys, SAMPLING, max_prompt_tokens), engine
 
 
 def test_finished_episodes_leave_the_batch(tokenizer):
@@ -133,10 +133,9 @@ def test_the_limit_of_turns_truncates(tokenizer):
 
 
 def test_a_prompt_that_outgrows_its_limit_truncates_and_a_first_one_fails(tokenizer):
-    sampling = Sampling(1.0, max_prompt_tokens=4, max_response_tokens=8)  # a prompt has turn + 3 tokens
-    (trajectory,), _ = play(tokenizer, ["5"], UP, sampling=sampling)
+    (trajectory,), _ = play(tokenizer, ["5"], UP, max_prompt_tokens=4)  # a prompt has turn + 3 tokens
     assert len(trajectory.turns) == 2 and trajectory.truncated and not trajectory.error
-    (trajectory,), _ = play(tokenizer, ["5"], UP, sampling=Sampling(1.0, 2, 8))
+    (trajectory,), _ = play(tokenizer, ["5"], UP, max_prompt_tokens=2)
     assert "max_prompt_tokens 2" in trajectory.error
 
 
@@ -150,7 +149,7 @@ def test_a_crash_costs_its_own_episode_alone(tokenizer):
 
 def test_an_interrupt_and_an_engine_failure_propagate(tokenizer):
     class Stop(Script):
-        def generate(self, *args, **kwargs):
+        def generate(self, prompts, seeds, sampling):
             raise self.texts[0]
 
     for error in (KeyboardInterrupt, RuntimeError):
@@ -169,7 +168,7 @@ def test_sampling_seeds_differ_by_member_and_turn_and_not_by_company(tokenizer):
 def test_sampled_ids_are_never_encoded_again(tokenizer):
     # case B14: this engine's ids decode to text that encodes to one id more
     class Odd(Script):
-        def generate(self, prompts, seeds, **kwargs):
+        def generate(self, prompts, seeds, sampling):
             ids = [tokenizer.pad_token_id, *tokenizer(UP)["input_ids"], tokenizer.eos_token_id]
             return [Generation(ids, [0.0] * 8, False) for _ in prompts]
 

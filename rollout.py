@@ -101,6 +101,8 @@ def encode_prompts(tokenizer, episodes: list[Episode]) -> list[list[int]]:
             return prompt
         return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
 
+    if not episodes:
+        return []
     ids = tokenizer([text(episode.prompt) for episode in episodes], add_special_tokens=False)["input_ids"]
     for i, episode in enumerate(episodes):
         if episode.env.append_only and episode.trajectory.turns:
@@ -138,8 +140,10 @@ def run_episodes(
             if not episode.trajectory.turns:
                 episode.trajectory.error = f"first prompt: {len(ids)} tokens, max_prompt_tokens {max_prompt_tokens}"
         playing = []
+        if not ready:
+            continue
         seeds = [digest(*episode.key, len(episode.history)) for episode in ready]
-        generations = engine.generate([Prompt(ids) for ids in prompts], seeds, sampling) if ready else []
+        generations = engine.generate([Prompt(ids) for ids in prompts], seeds, sampling)
         texts = tokenizer.batch_decode([g.ids if g.truncated else g.ids[:-1] for g in generations])
         for episode, ids, generation, text in zip(ready, prompts, generations, texts, strict=True):
             try:

@@ -77,8 +77,10 @@ def clone(
     loss = -sum(logprobs) / num_tokens;   AdamW, warm-up over a tenth of the steps, then linearly to 0
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
-    schedule = lambda step: min((step + 1) / max(1, steps // 10), (steps - step) / max(1, steps - steps // 10))  # noqa: E731
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    warm_up = max(1, steps // 10)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / max(1, steps - warm_up))
+    )
     history = []
     for _ in tqdm(range(steps), desc="cloning", leave=False):
         chosen = [rows[i] for i in rng.integers(len(rows), size=batch)]

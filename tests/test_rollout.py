@@ -145,6 +145,8 @@ def test_a_crash_costs_its_own_episode_alone(tokenizer):
     assert [bool(t.error) for t in trajectories] == [False, True, True, False]
     assert "no such level" in trajectories[1].error and "lost" in trajectories[2].error
     assert trajectories[0].success and trajectories[3].success
+    trajectories, _ = play(tokenizer, ["crash"] * 3, UP, envs=2)
+    assert all(t.error and not t.turns for t in trajectories)
 
 
 def test_an_interrupt_and_an_engine_failure_propagate(tokenizer):

@@ -1,0 +1,85 @@
+"""Promises about the project itself: budgets, imports, documents."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo import METHODS
+from losses import AGGREGATIONS
+
+ROOT = Path(__file__).parent.parent
+CORE = "losses advantages grpo policy rollout engines recipes config checkpoint train".split()
+STUDY = "sft eval lab plots branching agents".split()
+PRODUCT = sorted([*ROOT.glob("*.py"), *ROOT.glob("envs/*.py")])
+
+
+def lines(paths):
+    return sum(path.read_text().count("\n") for path in paths if path.exists())
+
+
+def test_parts_keep_their_line_budgets():
+    assert lines(ROOT / f"{name}.py" for name in CORE) <= 1900
+    assert lines(ROOT.glob("envs/*.py")) <= 1600
+    assert lines(ROOT / f"{name}.py" for name in STUDY) <= 1500
+    assert {path.stem for path in ROOT.glob("*.py")} <= {*CORE, *STUDY}
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: path.name)
+def test_files_functions_and_lines_keep_theirs_and_speak(path):
+    text = path.read_text()
+    assert text.count("\n") <= 350
+    assert max(map(len, text.splitlines())) <= 119
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
+            if not node.name.startswith("_") and node.end_lineno - node.lineno >= 8:
+                assert ast.get_docstring(node), node.name
+
+
+def test_formulas_know_nothing_of_models_or_settings():
+    for name, allowed in (("losses", {"torch"}), ("advantages", {"numpy", "dataclasses"})):
+        tree = ast.parse((ROOT / f"{name}.py").read_text())
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert imported == allowed
+
+
+def test_arrows_go_one_way():
+    levels = [
+        {"losses", "advantages", "engines", "policy", "recipes"},
+        {"grpo", "rollout"},
+        {"config"},
+        {"sft", "eval"},
+    ]
+    below = {"envs"}
+    for level in levels:
+        for name in level:
+            tree = ast.parse((ROOT / f"{name}.py").read_text())
+            ours = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+            assert ours & {*CORE, *STUDY} <= below, name
+        below |= level
+
+
+def test_documents_are_short_and_name_what_exists():
+    assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= 40
+    assert (ROOT / "CLAUDE.md").read_text().strip() == "@AGENTS.md"
+    for document in ("README.md", "AGENTS.md"):
+        for name in re.findall(r"`([\w/]+\.(?:py|txt|md))`", (ROOT / document).read_text()):
+            assert (ROOT / name).exists() or (ROOT / "tests" / name).exists(), f"{document}: {name}"
+
+
+def test_the_readme_names_every_method_and_aggregation():
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in (*METHODS, *AGGREGATIONS))
+
+
+def test_required_packages_are_bounded_and_justified():
+    readme = (ROOT / "README.md").read_text()
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        name = re.match(r"[\w-]+", line)[0]
+        assert ">=" in line and ",<" in line, line
+        assert f"| {name} |" in readme, name

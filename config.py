@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import sys
 from argparse import SUPPRESS
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -176,8 +175,8 @@ class Parser(HfArgumentParser):
         """Print the message and leave with code 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
-    def read(self, argv: list[str]) -> dict:
-        """The typed values by field."""
+    def read(self, argv: list[str] | None) -> dict:
+        """The typed values by field; argv None is the command line."""
         typed, unknown = self.parse_known_args(argv)
         if unknown:
             flags = [option for action in self._actions for option in action.option_strings]
@@ -206,9 +205,8 @@ def resolve(typed: dict) -> tuple[Config, dict[str, str]]:
 def parse(argv: list[str] | None = None) -> Config:
     """Settings from the command line; a bad one ends the program with one line and exit code 2."""
     parser = Parser()
-    typed = parser.read(sys.argv[1:] if argv is None else argv)
     try:
-        return resolve(typed)[0]
+        return resolve(parser.read(argv))[0]
     except ValueError as error:
         parser.error(str(error))
 

@@ -39,18 +39,16 @@ class Generation:
 def choose(logits: Tensor, uniform: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
     """Sample one token a row by inverting its cumulative distribution: logits [B, V], uniform [B] < 1 -> ids [B].
 
-    top_k keeps the k most likely tokens (0: all), top_p the fewest whose probability reaches p, at least one.
+    top_k keeps the k most likely tokens (0: all); of these top_p keeps the fewest that hold a share p, at least one.
     """
     probs, ids = torch.softmax(logits.double(), -1), None
     if top_p < 1 or top_k:
         probs, ids = probs.sort(-1, descending=True)
-        before = probs.cumsum(-1) - probs
-        keep = before < top_p
-        if top_k:
-            keep[:, top_k:] = False
-        probs = probs * keep
+        probs = probs[:, : top_k or None]
+        total = probs.cumsum(-1)
+        probs = probs * (total - probs < top_p * total[:, -1:])
     total = probs.cumsum(-1)
-    pick = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True).clamp(max=logits.shape[1] - 1)
+    pick = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
     return (pick if ids is None else ids.gather(1, pick))[:, 0]
 
 
@@ -80,18 +78,15 @@ class TransformersEngine:
         tokens, logprobs = [], []
         stopped = torch.zeros(count, dtype=torch.bool, device=device)
         for t in range(sampling.max_tokens):
-            logits = (
-                self.model(
-                    input_ids=ids,
-                    attention_mask=mask if padded else None,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
-                .logits[:, -1]
-                .float()
-            )  # [B, V]
+            out = self.model(
+                input_ids=ids,
+                attention_mask=mask if padded else None,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            logits = out.logits[:, -1].float()  # [B, V]
             if sampling.temperature:
                 logits = logits / sampling.temperature
                 token = choose(logits, uniform[:, t], sampling.top_p, sampling.top_k)

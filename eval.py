@@ -1,13 +1,14 @@
-"""Evaluation: success with a 95 % interval and scores on held-out tasks, for a policy, a random player and the expert.
+"""Evaluation on held-out tasks: success with a 95 % interval and scores, of a policy, a random player and the expert.
 
-python eval.py --run runs/sokoban-sampo-seed0 --split valid_unseen --eval_levels 480
+    python eval.py --run runs/sokoban-sampo-seed0 --split valid_unseen --eval_levels 480
+
+evaluates the saved model of a run with that run's settings.
 """
 
 import json
 import math
 import random
 import warnings
-from argparse import ArgumentParser
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,11 @@ from rollout import Trajectory, play_scripted, run_episodes
 
 
 def wilson_interval(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a rate from `successes` of `count` trials (Wilson 1927): inside [0, 1], sound at 0 and at 1.
+    """95 % interval of a rate from `successes` of `count` trials (Wilson 1927): inside [0, 1], sound at 0 and 1.
 
-    centre = (p + z^2 / 2n) / (1 + z^2 / n);   half = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
+        centre = (p + z^2 / 2n) / (1 + z^2 / n);   half = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
+
+    Raises ValueError on impossible counts.
     """
     if not 0 <= successes <= count or count < 1:
         raise ValueError(f"successes {successes}, count {count}: allowed is 0 <= successes <= count, count at least 1")
@@ -103,22 +106,26 @@ def closing_table(results: dict[str, dict], seconds: dict[str, float]) -> str:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Evaluate the model of a run folder with that run's settings; further flags override them. Prints JSON."""
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
-    first = ArgumentParser("eval.py", allow_abbrev=False, add_help=False)
-    first.add_argument("--run", required=True, help="run folder of train.py")
-    first.add_argument("--split", default="valid_seen", help="tasks to play: valid_seen, valid_unseen or train")
-    options, rest = first.parse_known_args(argv)
     parser = Parser()
-    typed, folder = parser.read(rest), Path(options.run)
+    parser.add_argument("--run", help="run folder of train.py")
+    parser.add_argument("--split", help="tasks to play: valid_seen (default), valid_unseen or train")
+    typed = {name: value for name, value in parser.read(argv).items() if value is not None}
+    folder, split = Path(typed.pop("run", "")), typed.pop("split", "valid_seen")
+    if not (folder / "config.json").is_file():
+        parser.error(f"--run {folder}: allowed is a run folder of train.py, with its config.json")
     try:
-        config = Config(**json.loads((folder / "config.json").read_text()) | {"model": str(folder / "model")} | typed)
+        saved = json.loads((folder / "config.json").read_text())
+        config = Config(**saved | {"model": str(folder / "model")} | typed)
         envs = make_envs(config, config.groups_per_step * config.group_size)
-        tasks = panel(envs[0], options.split, config.eval_levels)
+        tasks = panel(envs[0], split, config.eval_levels)
         model, tokenizer = load_policy(config.model, [], config.hidden, config.layers, config.dtype)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         parser.error(" ".join(str(error).split()))
+    if not saved["model"]:
+        torch.set_num_threads(1)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     result = evaluate(TransformersEngine(model, tokenizer), tokenizer, envs, tasks, config)
-    print(json.dumps({"run": str(folder), "split": options.split, **result}, indent=1))
+    print(json.dumps({"run": str(folder), "split": split, **result}, indent=1))
     return result
 
 

@@ -16,6 +16,7 @@ PANELS = {
     "entropy": ("entropy",),
     "clip_frac": ("clip_frac",),
 }
+TRAINING, HELD_OUT = "#0072B2", "#D55E00"
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -29,19 +30,16 @@ def plot_curves(folder: Path, title: str) -> Path:
     figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
     for axis, (name, keys) in zip(axes.flat, PANELS.items(), strict=True):
         for key in keys:
-            points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
-            held_out = key.startswith("eval/")
-            axis.plot(
-                *zip(*points, strict=True) if points else ((), ()),
-                marker="o" if held_out else None,
-                ms=4,
-                lw=1.6,
-                color="#D55E00" if held_out else "#0072B2",
-                label="held out" if held_out else "training",
-            )
-            if held_out:
-                bounds = [(m["step"], m["eval/success_low"], m["eval/success_high"]) for m in metrics if key in m]
-                axis.fill_between(*zip(*bounds, strict=True), color="#D55E00", alpha=0.2, lw=0)
+            known = [m for m in metrics if m.get(key) is not None]
+            steps, values = [m["step"] for m in known], [m[key] for m in known]
+            if key == "eval/success":
+                low, high = ([m[f"{key}_{end}"] for m in known] for end in ("low", "high"))
+                axis.fill_between(steps, low, high, color=HELD_OUT, alpha=0.2, lw=0)
+                axis.plot(
+                    steps, values, color=HELD_OUT, marker="o", ms=4, lw=1.6, label="held out, with 95 % interval"
+                )
+            else:
+                axis.plot(steps, values, color=TRAINING, lw=1.6, label="training")
         axis.set_title(name)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

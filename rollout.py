@@ -220,12 +220,13 @@ def collect_groups(
         raise RuntimeError(
             f"{len(failed)} of {len(episodes)} episodes failed, max_failures {max_failures}; first: {failed[0].error}"
         )
+    stats = sampling_stats(everything) | {"tries": attempt, "groups_kept": len(kept)}
     if fill_uniform:
         kept += [group for group in rest if group]
-    return kept[:num_groups], sampling_stats(everything, len(kept), attempt)
+    return kept[:num_groups], stats
 
 
-def sampling_stats(groups: list[list[Trajectory]], kept: int, tries: int) -> dict[str, float]:
+def sampling_stats(groups: list[list[Trajectory]]) -> dict[str, float]:
     """Rates over all sampled groups, before any filter, so that they are not biased by it."""
     groups = [[trajectory for trajectory in group if not trajectory.error] for group in groups]
     episodes = [trajectory for group in groups for trajectory in group]
@@ -244,8 +245,6 @@ def sampling_stats(groups: list[list[Trajectory]], kept: int, tries: int) -> dic
         "truncated": float(np.mean([trajectory.truncated for trajectory in episodes])),
         "duplicates": float(np.mean([1 - len(set(group)) / len(group) for group in said if group])),
         "episodes": len(episodes),
-        "tries": tries,
-        "groups_kept": kept,
     }
 
 

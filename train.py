@@ -215,9 +215,11 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
         clone_policy(run)
     seconds["cloning"] = time.perf_counter() - start
     results["after cloning"] = {split: run.evaluate(split) for split in PANELS}
-    seconds |= train(run)
+    try:
+        seconds |= train(run)
+    finally:  # an interrupted run keeps its model and its curves
+        run.save()
     results["after RL"] = {split: run.evaluate(split) for split in PANELS}
-    run.save()
     (run.folder / "results.json").write_text(json.dumps({"results": results, "seconds": seconds}, indent=1))
     print(closing_table(results, seconds))
     print(f"\n{run.folder}: config.json, metrics.jsonl, curves.png, results.json, model/")

@@ -79,6 +79,9 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens():
     for kept in (choose(logits, uniform, top_p=0.75), choose(logits, uniform, top_k=2)):
         assert torch.bincount(kept, minlength=4).tolist() == pytest.approx([0, 500, 0, 300], abs=1)
     assert choose(logits, uniform, top_p=1e-6).unique().tolist() == [1]
+    # top_k 3 leaves .95; of that .84 is less than .5 + .3, which is .842: two tokens; a share of .85 takes the third
+    assert choose(logits, uniform, top_p=0.84, top_k=3).unique().tolist() == [1, 3]
+    assert choose(logits, uniform, top_p=0.85, top_k=3).unique().tolist() == [0, 1, 3]
 
 
 def test_the_largest_draw_still_gives_a_token():

@@ -284,7 +284,8 @@ def test_at_the_cap_what_was_kept_is_trained_on_be_it_nothing():
 def test_fill_uniform_fills_the_gap_in_order():
     first, fill = group(1, 0), [group(1, 1), group(0, 0)]
     sample, _ = sampler([fill[0], first], [fill[1], group(0, 0)])
-    kept, _ = collect_groups(sample, 3, dynamic_sampling=True, max_tries=2, fill_uniform=True)
+    kept, stats = collect_groups(sample, 3, dynamic_sampling=True, max_tries=2, fill_uniform=True)
+    assert stats["groups_kept"] == 1
     assert [g[0] for g in kept] == [first[0], fill[0][0], fill[1][0]]
 
 

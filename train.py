@@ -37,7 +37,16 @@ from grpo import add_old_logprobs, make_mini_batches, policy_loss, update_policy
 from losses import SURROGATES
 from plots import plot_curves
 from policy import load_policy
-from rollout import TaskStream, collect_groups, make_rows, run_episodes, turn_table
+from rollout import (
+    Episode,
+    TaskStream,
+    Trajectory,
+    collect_groups,
+    encode_prompts,
+    make_rows,
+    run_episodes,
+    turn_table,
+)
 from sft import clone, expert_rows, solved_rows
 
 PANELS = ("valid_seen", "valid_unseen")
@@ -69,6 +78,12 @@ class Run:
         self.panels = {split: panel(self.env, split, config.eval_levels) for split in PANELS}
         self.stream = TaskStream(self.env.tasks("train"), config.seed)
         model, self.tokenizer = load_policy(config.model, self.env.words(), config.hidden, config.layers, config.dtype)
+        task = self.env.tasks("train")[0]
+        length = len(encode_prompts(self.tokenizer, [Episode(self.env, task, (), Trajectory(task))])[0])
+        if length > config.max_prompt_tokens:
+            raise ValueError(
+                f"--max_prompt_tokens {config.max_prompt_tokens}: allowed is {length} and up, a first prompt"
+            )
         self.model = self.accelerator.prepare(model)
         self.engine = TransformersEngine(self.model, self.tokenizer)
         if self.folder.exists():

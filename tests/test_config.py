@@ -39,6 +39,7 @@ WRONG = {  # command line: what the one line must hold
     "--eval_levels 5000": ["--eval_levels 5000", "1 to 512"],
     "--min_solution 9 --max_solution 8": ["min_solution 9", "max_solution 8", "max_turns"],
     "--max_solution 20": ["max_solution 20", "max_turns 12"],
+    "--prompt_style words": ["--max_prompt_tokens 128", "and up"],
     "--size 3": ["--size 3", "4 to 100"],
     "--name a/b": ["--name 'a/b'", "without /"],
     "--model /no/such/model": ["/no/such/model"],

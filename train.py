@@ -69,8 +69,9 @@ class Run:
             torch.set_num_threads(1)  # a second thread slows a model this small down, by far on a busy machine
         set_seed(config.seed)
         self.accelerator = Accelerator(cpu=tiny or not torch.cuda.is_available())
-        if self.accelerator.num_processes > 1:
-            raise ValueError(f"num_processes {self.accelerator.num_processes}: allowed is 1 so far")
+        processes = self.accelerator.num_processes
+        if processes > 1:
+            raise ValueError(f"num_processes {processes}: allowed is 1 so far; accelerate launch --num_processes 1")
         self.envs = make_envs(config, config.groups_per_step * config.group_size)
         self.env = self.envs[0]
         if config.sft_steps and config.sft_data == "expert" and not hasattr(self.env, "expert"):

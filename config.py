@@ -4,12 +4,15 @@ import difflib
 import inspect
 from argparse import SUPPRESS
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
 from transformers import HfArgumentParser
 
 import envs
+from advantages import ADVANTAGES
 from grpo import METHODS, Method
+from losses import AGGREGATIONS, SURROGATES
 from recipes import SAMPO_RELEASED, recipe
 
 
@@ -33,13 +36,11 @@ class Config:
     overwrite: bool = knob(False, "replace a run folder that exists")
     max_minutes: float = knob(0.0, "stop training after this time, evaluate and save; 0 is no limit")
     # the method's dimensions; a flag here changes the method
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = knob(
-        "token-mean", "loss aggregation"
-    )
-    surrogate: Literal["ppo_clip", "cispo", "sapo", "gspo"] = knob("ppo_clip", "clipping of the importance ratio")
+    aggregation: Literal[AGGREGATIONS] = knob("token-mean", "loss aggregation")
+    surrogate: Literal[tuple(SURROGATES)] = knob("ppo_clip", "clipping of the importance ratio")
     seq_mask: bool = knob(False, "mask negative-advantage sequences that drifted by more than delta")
     dynamic_sampling: bool = knob(False, "train on groups with some, not all, successes; sample more to fill the step")
-    advantage: Literal["grpo", "gigpo", "empg"] = knob("grpo", "advantage design")
+    advantage: Literal[tuple(ADVANTAGES)] = knob("grpo", "advantage design")
     # numbers of the surrogates
     clip_low: float = knob(0.2, "ratio is clipped below 1 - clip_low")
     clip_high: float = knob(0.2, "ratio is clipped above 1 + clip_high")
@@ -146,7 +147,9 @@ LIMITS = {
 def check(config: Config) -> None:
     """Raise ValueError naming the field, its value and what is allowed, for the first value that cannot be."""
     for item in fields(config):
-        value = getattr(config, item.name)
+        value, choices = getattr(config, item.name), get_args(item.type)
+        if choices and value not in choices:
+            raise ValueError(f"--{item.name} {value!r}: allowed are {', '.join(choices)}")
         if item.name in LIMITS and not LIMITS[item.name][0] <= value <= LIMITS[item.name][1]:
             raise ValueError(f"--{item.name} {value}: allowed is {LIMITS[item.name][0]} to {LIMITS[item.name][1]}")
     if config.hidden % 16:
@@ -157,8 +160,8 @@ def check(config: Config) -> None:
         raise ValueError(f"--group_size {config.group_size}: allowed is at least 2 with dynamic sampling")
     if config.penalty_scope == "turn_local" and config.baseline != "turn":
         raise ValueError(f"--penalty_scope turn_local: allowed with --baseline turn, not {config.baseline}")
-    if "/" in config.name:
-        raise ValueError(f"--name {config.name!r}: allowed is a folder name without /; see --output")
+    if config.name and Path(config.name).name != config.name or config.name == "..":
+        raise ValueError(f"--name {config.name!r}: allowed is the name of a folder in --output")
 
 
 class Parser(HfArgumentParser):

@@ -17,7 +17,7 @@ import torch
 from config import Config, Parser, make_envs
 from engines import Sampling, TransformersEngine
 from policy import load_policy
-from rollout import Trajectory, play_scripted, run_episodes
+from rollout import Trajectory, check_failures, play_scripted, run_episodes
 
 
 def wilson_interval(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
@@ -35,11 +35,10 @@ def wilson_interval(successes: int, count: int, z: float = 1.959964) -> tuple[fl
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
+def summarise(trajectories: list[Trajectory], max_failures: float) -> dict[str, float]:
     """Success with its interval, and the score both ways: mean over trajectories, and over turns as in Table 3."""
+    failed = check_failures(trajectories, max_failures)
     played = [trajectory for trajectory in trajectories if not trajectory.error]
-    if not played:
-        raise RuntimeError(f"all {len(trajectories)} episodes failed; the first: {trajectories[0].error}")
     wins = sum(trajectory.success for trajectory in played)
     turns = [turn for trajectory in played for turn in trajectory.turns]
     lengths = [len(trajectory.turns) for trajectory in played]
@@ -54,7 +53,7 @@ def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
         "turns": float(np.mean(lengths)),
         "format_valid": float(np.mean([turn.valid for turn in turns])),
         "levels": len(played),
-        "failed": len(trajectories) - len(played),
+        "failed": failed,
     }
 
 
@@ -71,7 +70,8 @@ def evaluate(engine, tokenizer, envs: list, tasks: list[str], config: Config) ->
     c = config
     sampling = Sampling(c.eval_temperature, c.max_response_tokens, c.eval_top_p, c.eval_top_k)
     keys = [("evaluation", c.seed, task) for task in tasks]
-    return summarise(run_episodes(engine, tokenizer, envs, tasks, keys, sampling, c.max_prompt_tokens))
+    played = run_episodes(engine, tokenizer, envs, tasks, keys, sampling, c.max_prompt_tokens)
+    return summarise(played, c.max_failures)
 
 
 def evaluate_scripted(env, tasks: list[str], player: str, seed: int) -> dict[str, float]:
@@ -83,24 +83,26 @@ def evaluate_scripted(env, tasks: list[str], player: str, seed: int) -> dict[str
             return env.expert(rng)
         return f"<think> </think> <action> {rng.choice(observation.actions)} </action>"
 
-    return summarise([play_scripted(env, task, respond)[1] for task in tasks])
+    return summarise([play_scripted(env, task, respond)[1] for task in tasks], max_failures=0.0)
 
 
 def evaluate_players(env, panels: dict[str, list[str]], seed: int) -> dict[str, dict]:
-    """What to compare a policy with: the random player and, where the task has one, the expert, on every panel."""
-    players = ("random", "expert") if hasattr(env, "expert") else ("random",)
+    """What to compare a policy with, on every panel: random actions where they are listed, the expert where it is."""
+    can_list = env.reset(next(iter(panels.values()))[0]).actions is not None
+    players = [name for name, able in (("random", can_list), ("expert", hasattr(env, "expert"))) if able]
     return {p: {split: evaluate_scripted(env, tasks, p, seed) for split, tasks in panels.items()} for p in players}
 
 
-def closing_table(results: dict[str, dict], seconds: dict[str, float]) -> str:
-    """Success with its 95 % interval by policy and panel, and where the time went, in Markdown."""
+def closing_table(results: dict[str, dict], seconds: dict[str, float], total: float) -> str:
+    """Success with its 95 % interval by policy and panel, and where the total of seconds went, in Markdown."""
     panels = list(next(iter(results.values())))
     lines = [f"| policy | {' | '.join(panels)} |", f"|---|{'---|' * len(panels)}"]
     for name, by_panel in results.items():
         cells = [f"{r['success']:.3f} [{r['success_low']:.3f}, {r['success_high']:.3f}]" for r in by_panel.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    split = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
-    return "\n".join([*lines, f"\nSuccess with its 95 % interval. {sum(seconds.values()):.0f} s in all: {split}."])
+    parts = seconds | {"the rest": total - sum(seconds.values())}
+    split = ", ".join(f"{name} {value:.0f}" for name, value in parts.items())
+    return "\n".join([*lines, f"\nSuccess with its 95 % interval. {total:.0f} s in all: {split}."])
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -115,11 +117,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         parser.error(f"--run {folder}: allowed is a run folder of train.py, with its config.json")
     try:
         saved = json.loads((folder / "config.json").read_text())
+        if saved.keys() - Config.__dataclass_fields__.keys():
+            raise ValueError(f"--run {folder}: its config.json is not that of a run of this version")
         config = Config(**saved | {"model": str(folder / "model")} | typed)
         envs = make_envs(config, config.groups_per_step * config.group_size)
         tasks = panel(envs[0], split, config.eval_levels)
         model, tokenizer = load_policy(config.model, [], config.hidden, config.layers, config.dtype)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     if not saved["model"]:
         torch.set_num_threads(1)

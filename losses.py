@@ -175,7 +175,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
 
         d = ref_logprobs - logprobs;    k1 = -d,    k2 = d^2 / 2,    k3 = exp(d) - 1 - d    (paper Section 3.1, (3))
 
-    k3 takes min(d, 20) in both of its terms: finite, never negative, no lower clamp. Tensors [M]; returns [M].
+    k3 takes min(d, 20) in both of its terms: finite, never negative, no lower clamp. As a loss, k1 has no gradient in
+    expectation on the policy's own samples. Tensors [M]; returns [M].
     """
     if logprobs.shape != ref_logprobs.shape:
         raise ValueError(f"shapes {tuple(logprobs.shape)}, {tuple(ref_logprobs.shape)}: allowed is one shape [M]")

@@ -20,8 +20,8 @@ TRAINING, HELD_OUT = "#0072B2", "#D55E00"
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The objects of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The objects of a metrics.jsonl; a last line that was cut is left out."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def plot_curves(folder: Path, title: str) -> Path:

@@ -51,6 +51,11 @@ def digest(*parts) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
+def generator(*parts) -> np.random.Generator:
+    """A generator of its own for every use: parts are the run's seed, what it is for, and where in the run."""
+    return np.random.default_rng(digest(*parts))
+
+
 class Episode:
     """One environment at play, the prompt of its coming turn, and the trajectory it writes."""
 
@@ -122,13 +127,15 @@ def run_episodes(
     trajectories = [Trajectory(task) for task in tasks]
     waiting, free, playing = deque(range(len(tasks))), list(envs), []
     while waiting or playing:
-        while waiting and free:
-            i, env = waiting.popleft(), free.pop()
+        idle, free = free, []  # an environment that fails now gets its next task a turn later, not all of them at once
+        while waiting and idle:
+            i, env = waiting.popleft(), idle.pop()
             try:
                 playing.append(Episode(env, tasks[i], keys[i], trajectories[i]))
             except Exception as error:
                 trajectories[i].error = f"reset: {error!r}"
                 free.append(env)
+        free += idle
         ready, prompts = [], []
         for episode, ids in zip(playing, encode_prompts(tokenizer, playing), strict=True):
             if len(ids) <= max_prompt_tokens:
@@ -178,7 +185,7 @@ class TaskStream:
         """The next `count` tasks."""
         size, positions = len(self.tasks), range(self.position, self.position + count)
         epochs = {position // size for position in positions}
-        orders = {epoch: np.random.default_rng([self.seed, epoch]).permutation(size) for epoch in epochs}
+        orders = {epoch: generator(self.seed, "tasks", epoch).permutation(size) for epoch in epochs}
         self.position += count
         return [self.tasks[orders[position // size][position % size]] for position in positions]
 
@@ -187,6 +194,17 @@ def is_informative(group: list[Trajectory]) -> bool:
     """The paper's constraint on a group (Eq. 7, 8): some, not all, of its surviving trajectories succeed."""
     survivors = [trajectory for trajectory in group if not trajectory.error]
     return 0 < sum(trajectory.success for trajectory in survivors) < len(survivors)
+
+
+def check_failures(trajectories: list[Trajectory], max_failures: float) -> int:
+    """How many episodes failed. RuntimeError if their share exceeds max_failures, or if all did."""
+    failed = [trajectory for trajectory in trajectories if trajectory.error]
+    count, total = len(failed), len(trajectories)
+    if failed and (count > max_failures * total or count == total):
+        raise RuntimeError(
+            f"{count} of {total} episodes failed, max_failures {max_failures}; first: {failed[0].error}"
+        )
+    return count
 
 
 def collect_groups(
@@ -202,8 +220,7 @@ def collect_groups(
 
     With dynamic sampling only informative groups are kept, in order of (attempt, prompt); attempts go on until
     `num_groups` are kept or `max_tries` were made, and what was kept is trained on, be it nothing. Surplus groups
-    are dropped. fill_uniform fills the gap with the rest (the released code). Raises RuntimeError when more than
-    `max_failures` of all episodes failed.
+    are dropped. fill_uniform fills the gap with the rest (the released code). RuntimeError as in `check_failures`.
     """
     kept, rest, everything = [], [], []
     attempt = 0
@@ -214,16 +231,11 @@ def collect_groups(
             keep = is_informative(group) if dynamic_sampling else any(not trajectory.error for trajectory in group)
             (kept if keep else rest).append([trajectory for trajectory in group if not trajectory.error])
         attempt += 1
-    episodes = list(chain.from_iterable(everything))
-    failed = [trajectory for trajectory in episodes if trajectory.error]
-    if len(failed) > max_failures * len(episodes):
-        raise RuntimeError(
-            f"{len(failed)} of {len(episodes)} episodes failed, max_failures {max_failures}; first: {failed[0].error}"
-        )
-    stats = sampling_stats(everything) | {"tries": attempt, "groups_kept": len(kept)}
+    failed = check_failures(list(chain.from_iterable(everything)), max_failures)
     if fill_uniform:
         kept += [group for group in rest if group]
-    return kept[:num_groups], stats
+    kept = kept[:num_groups]
+    return kept, sampling_stats(everything) | {"failed": failed, "tries": attempt, "groups_kept": len(kept)}
 
 
 def sampling_stats(groups: list[list[Trajectory]]) -> dict[str, float]:

@@ -4,6 +4,7 @@ The policy after cloning is where RL starts and what its KL refers to. Prompts a
 """
 
 import random
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ def malform(response: str, rng: random.Random) -> str:
 def expert_rows(env, tasks, tokenizer, count: int, noise: float, malformed: float, rng: random.Random) -> list[Row]:
     """Turns of `count` solved episodes of a noisy expert that sometimes breaks the format; unsolved ones are dropped.
 
-    Raises RuntimeError if fewer than one episode in a hundred is solved.
+    Raises RuntimeError once fewer than one episode in a hundred is solved.
     """
 
     def respond(env, observation) -> str:
@@ -30,15 +31,15 @@ def expert_rows(env, tasks, tokenizer, count: int, noise: float, malformed: floa
         return malform(response, rng) if rng.random() < malformed else response
 
     turns, solved = [], 0
-    for played in range(100 * count):
-        said, trajectory = play_scripted(env, tasks[played % len(tasks)], respond)
+    for played, task in enumerate(cycle(tasks), start=1):
+        said, trajectory = play_scripted(env, task, respond)
         if trajectory.success:
             turns += said
             solved += 1
         if solved == count:
             break
-    else:
-        raise RuntimeError(f"the expert solved {solved} of {100 * count} episodes; sft_episodes {count} cannot be had")
+        if played >= 200 and solved < played / 100:
+            raise RuntimeError(f"the expert solved {solved} of {played} episodes; sft_episodes {count} cannot be had")
     texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m, _ in turns]
     prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     responses = tokenizer([text for _, text in turns], add_special_tokens=False)["input_ids"]
@@ -68,6 +69,7 @@ def clone(
     batch: int,
     learning_rate: float,
     weight_decay: float,
+    grad_clip: float,
     tokens_per_micro_batch: int,
     pad: int,
     rng: np.random.Generator,
@@ -92,7 +94,7 @@ def clone(
             loss = -logprobs.sum() / tokens
             accelerator.backward(loss)
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad(set_to_none=True)

@@ -22,7 +22,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -41,16 +40,29 @@ from rollout import (
     Episode,
     TaskStream,
     Trajectory,
+    check_failures,
     collect_groups,
+    digest,
     encode_prompts,
+    generator,
     make_rows,
     run_episodes,
     turn_table,
 )
 from sft import clone, expert_rows, solved_rows
 
-PANELS = ("valid_seen", "valid_unseen")
+SPLITS = ("valid_seen", "valid_unseen")
 UPDATE_METRICS = ("loss", "grad_norm", "kl_ref", "kl_old", "clip_frac", "entropy")  # null at a step without an update
+
+
+def run_folder(config: Config) -> Path:
+    """The folder of a run. ValueError if it exists, unless it is an earlier run's and is to be overwritten."""
+    name = config.name or f"{config.task.rpartition(':')[2]}-{config.method}-seed{config.seed}"
+    folder = Path(config.output) / name
+    is_run = (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
+    if folder.exists() and not (config.overwrite and is_run):
+        raise ValueError(f"--name {name}: {folder} exists; allowed is a new name, or --overwrite of an earlier run")
+    return folder
 
 
 class Run:
@@ -59,24 +71,24 @@ class Run:
     def __init__(self, config: Config):
         """Build and check everything that can fail before any work starts. ValueError or OSError say what is wrong."""
         self.config, tiny = config, not config.model
-        name = config.name or f"{config.task.rpartition(':')[2]}-{config.method}-seed{config.seed}"
-        self.folder = Path(config.output) / name
-        if self.folder.exists() and not (config.overwrite and (self.folder / "config.json").exists()):
-            raise ValueError(
-                f"--name {name}: {self.folder} exists; allowed is a new name, or --overwrite of an earlier run"
-            )
+        self.folder = run_folder(config)
         if tiny:
             torch.set_num_threads(1)  # a second thread slows a model this small down, by far on a busy machine
         set_seed(config.seed)
-        self.accelerator = Accelerator(cpu=tiny or not torch.cuda.is_available())
-        processes = self.accelerator.num_processes
+        self.accelerator = Accelerator(cpu=tiny or not torch.cuda.is_available(), mixed_precision="no")
+        processes, accumulation = self.accelerator.num_processes, self.accelerator.gradient_accumulation_steps
         if processes > 1:
             raise ValueError(f"num_processes {processes}: allowed is 1 so far; accelerate launch --num_processes 1")
+        if accumulation > 1:
+            raise ValueError(
+                f"gradient_accumulation_steps {accumulation} of accelerate: allowed is 1; see --mini_batch"
+            )
         self.envs = make_envs(config, config.groups_per_step * config.group_size)
         self.env = self.envs[0]
-        if config.sft_steps and config.sft_data == "expert" and not hasattr(self.env, "expert"):
+        can_show = hasattr(self.env, "expert") and not self.env.append_only
+        if config.sft_steps and config.sft_data == "expert" and not can_show:
             raise ValueError(f"--sft_data expert: task {config.task} has none; allowed is rollouts, or --sft_steps 0")
-        self.panels = {split: panel(self.env, split, config.eval_levels) for split in PANELS}
+        self.panels = {split: panel(self.env, split, config.eval_levels) for split in SPLITS}
         self.stream = TaskStream(self.env.tasks("train"), config.seed)
         model, self.tokenizer = load_policy(config.model, self.env.words(), config.hidden, config.layers, config.dtype)
         task = self.env.tasks("train")[0]
@@ -107,19 +119,24 @@ class Run:
         """The model in Hugging Face layout, and curves.png."""
         self.accelerator.unwrap_model(self.model).save_pretrained(self.folder / "model")
         self.tokenizer.save_pretrained(self.folder / "model")
-        plot_curves(self.folder, f"{self.config.task} · {self.config.method} · seed {self.config.seed}")
+        if (self.folder / "metrics.jsonl").exists():
+            plot_curves(self.folder, f"{self.config.task} · {self.config.method} · seed {self.config.seed}")
 
 
-def clone_policy(run: Run) -> None:
-    """Behaviour cloning by the settings sft_*, from the task's expert or from the model's own solved rollouts."""
+def clone_policy(run: Run) -> list[float]:
+    """Behaviour cloning by the settings sft_*, of the task's expert or of own solved rollouts; the loss by step."""
     c = run.config
-    tasks = TaskStream(run.env.tasks("train"), c.seed + 1).take(c.sft_episodes if c.sft_data == "rollouts" else 65536)
+    tasks = run.env.tasks("train")
+    stream = TaskStream(tasks, digest(c.seed, "cloning"))
     if c.sft_data == "expert":
-        rng = random.Random(c.seed)
-        rows = expert_rows(run.env, tasks, run.tokenizer, c.sft_episodes, c.expert_noise, c.malformed, rng)
+        rng = random.Random(digest(c.seed, "expert"))
+        shown = stream.take(len(tasks))
+        rows = expert_rows(run.env, shown, run.tokenizer, c.sft_episodes, c.expert_noise, c.malformed, rng)
     else:
-        rows = solved_rows(run.play(tasks, ("cloning",)), run.env.append_only)
-    clone(
+        trajectories = run.play(stream.take(c.sft_episodes), ("cloning",))
+        check_failures(trajectories, c.max_failures)
+        rows = solved_rows(trajectories, run.env.append_only)
+    return clone(
         run.model,
         run.accelerator,
         rows,
@@ -127,9 +144,10 @@ def clone_policy(run: Run) -> None:
         batch=c.sft_batch,
         learning_rate=c.sft_learning_rate,
         weight_decay=c.weight_decay,
+        grad_clip=c.grad_clip,
         tokens_per_micro_batch=c.tokens_per_micro_batch,
         pad=run.tokenizer.pad_token_id,
-        rng=np.random.default_rng([c.seed, 2]),
+        rng=generator(c.seed, "cloning batches"),
     )
 
 
@@ -148,68 +166,69 @@ def sample_step(run: Run, step: int) -> tuple[list, dict[str, float]]:
 
 
 def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
-    """One rollout and its updates; returns the metrics of the step."""
+    """One rollout and its updates, none where no advantage differs from 0; returns the metrics of the step."""
     c = run.config
     start = time.perf_counter()
     groups, metrics = sample_step(run, step)
     metrics["seconds/rollout"] = time.perf_counter() - start
     start = time.perf_counter()
     rows = make_rows(groups, run.env.append_only)
-    metrics["tokens"] = sum(len(row.sampled) for row in rows)
+    metrics |= dict.fromkeys(UPDATE_METRICS) | {"tokens": 0, "updates": 0, "skipped_updates": 0, "seconds/update": 0.0}
     if not rows:
-        return metrics | dict.fromkeys(UPDATE_METRICS) | {"updates": 0, "seconds/update": 0.0}
-    rng, pad, device = np.random.default_rng([c.seed, 3, step]), run.tokenizer.pad_token_id, run.accelerator.device
+        return metrics
+    pad, device = run.tokenizer.pad_token_id, run.accelerator.device
+    rng = generator(c.seed, "mini-batches", step)
     batches = make_mini_batches(rows, c.mini_batch, c.tokens_per_micro_batch, pad, rng, device)
     packs = [pack for batch in batches for pack in batch]
     num_turns = sum(len(trajectory.turns) for group in groups for trajectory in group)
     entropy = add_old_logprobs(run.model, reference, packs, c.temperature, num_turns)
-    table = turn_table(groups, entropy, c.inadmissible_is_invalid)
-    advantage = ADVANTAGES[c.advantage]
-    advantages = torch.as_tensor(advantage(table, **numbers_of(advantage, c)), dtype=torch.float32)
-    for pack in packs:
-        pack.advantages = advantages.to(device)[pack.sequence]
-    surrogate = SURROGATES[c.surrogate]
-    surrogate = partial(surrogate, **numbers_of(surrogate, c))
-    loss = partial(policy_loss, surrogate, **numbers_of(policy_loss, c))
-    settings = numbers_of(update_policy, c) | {"backward": run.accelerator.backward}
-    metrics |= update_policy(run.model, optimizer, batches, loss, **settings)
-    return metrics | {"entropy": float(entropy.mean()), "seconds/update": time.perf_counter() - start}
+    metrics["entropy"] = float(entropy.mean())
+    advantage, surrogate = ADVANTAGES[c.advantage], SURROGATES[c.surrogate]
+    advantages = advantage(turn_table(groups, entropy, c.inadmissible_is_invalid), **numbers_of(advantage, c))
+    if advantages.any():
+        for pack in packs:
+            pack.advantages = torch.as_tensor(advantages, dtype=torch.float32, device=device)[pack.sequence]
+        loss = partial(policy_loss, partial(surrogate, **numbers_of(surrogate, c)), **numbers_of(policy_loss, c))
+        settings = numbers_of(update_policy, c) | {"backward": run.accelerator.backward}
+        metrics |= update_policy(run.model, optimizer, batches, loss, **settings)
+        metrics["tokens"] = sum(len(row.sampled) for row in rows)
+    return metrics | {"seconds/update": time.perf_counter() - start}
 
 
-def train(run: Run) -> dict[str, float]:
-    """The loop: a step, its log line, an evaluation now and then. Returns the seconds that went where."""
+def train(run: Run, cloned: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
+    """The loop: a step, its log line, an evaluation now and then. `cloned` is that of step 0; returns the last.
+
+    Adds to `seconds` where the time went. RuntimeError after three steps in a row of non-finite gradients alone.
+    """
     c = run.config
     reference = deepcopy(run.model).requires_grad_(False)
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=c.learning_rate, weight_decay=c.weight_decay)
     optimizer = run.accelerator.prepare(optimizer)
-    seconds = dict.fromkeys(("rollout", "update", "evaluation"), 0.0)
-    start, idle = time.perf_counter(), 0
-    held_out = float("nan")
+    start, broken, late, result = time.perf_counter(), 0, False, cloned
     with open(run.folder / "metrics.jsonl", "w", buffering=1) as log, tqdm(range(c.steps + 1), desc=c.method) as bar:
         for step in bar:
-            late = bool(c.max_minutes) and time.perf_counter() - start > 60 * c.max_minutes
             metrics = {"step": step}
             if step:
                 metrics |= train_step(run, reference, optimizer, step)
                 seconds["rollout"] += metrics["seconds/rollout"]
                 seconds["update"] += metrics["seconds/update"]
-                idle = idle + 1 if metrics.get("skipped_updates") and not metrics["updates"] else 0
-            if step % c.eval_every == 0 or step == c.steps or late:
+                broken = broken + 1 if metrics["skipped_updates"] > metrics["updates"] == 0 else 0
+                late = 0 < 60 * c.max_minutes < time.perf_counter() - start
+            due = step % c.eval_every == 0 or step == c.steps or late
+            if due and step:
                 begin = time.perf_counter()
                 result = run.evaluate("valid_seen")
                 seconds["evaluation"] += time.perf_counter() - begin
+            if due:
                 metrics |= {f"eval/{name}": value for name, value in result.items()}
-                held_out = result["success"]
             print(json.dumps({k: None if v != v else v for k, v in metrics.items()}), file=log)
-            bar.set_postfix(train=f"{metrics.get('train/success', float('nan')):.2f}", held_out=f"{held_out:.2f}")
-            if idle == 3:
-                raise RuntimeError(
-                    f"step {step}: every gradient of the last 3 steps was non-finite; {run.folder} holds the log"
-                )
+            bar.set_postfix(train=f"{metrics.get('train/success', 0):.2f}", held_out=f"{result['success']:.2f}")
+            if broken == 3:
+                raise RuntimeError(f"step {step}: every gradient of the last 3 steps was non-finite; see {run.folder}")
             if late:
                 tqdm.write(f"stopped at step {step} of {c.steps}: max_minutes {c.max_minutes} reached")
                 break
-    return seconds
+    return result
 
 
 def main(argv: list[str] | None = None) -> dict[str, dict]:
@@ -222,22 +241,22 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
     except (ValueError, OSError) as error:
         print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    seconds = {}
     start = time.perf_counter()
+    seconds = dict.fromkeys(("cloning", "rollout", "update", "evaluation"), 0.0)
     results = evaluate_players(run.env, run.panels, config.seed)
-    seconds["baselines"] = time.perf_counter() - start
-    start = time.perf_counter()
-    if config.sft_steps:
-        clone_policy(run)
-    seconds["cloning"] = time.perf_counter() - start
-    results["after cloning"] = {split: run.evaluate(split) for split in PANELS}
+    begin = time.perf_counter()
+    cloning_loss = clone_policy(run) if config.sft_steps else []
+    seconds["cloning"] = time.perf_counter() - begin
+    results["after cloning"] = {split: run.evaluate(split) for split in SPLITS}
     try:
-        seconds |= train(run)
+        last = train(run, results["after cloning"]["valid_seen"], seconds)
     finally:  # an interrupted run keeps its model and its curves
         run.save()
-    results["after RL"] = {split: run.evaluate(split) for split in PANELS}
-    (run.folder / "results.json").write_text(json.dumps({"results": results, "seconds": seconds}, indent=1))
-    print(closing_table(results, seconds))
+    results["after RL"] = {"valid_seen": last, "valid_unseen": run.evaluate("valid_unseen")}
+    total = time.perf_counter() - start
+    report = {"results": results, "seconds": seconds | {"total": total}, "cloning_loss": cloning_loss[-1:]}
+    (run.folder / "results.json").write_text(json.dumps(report, indent=1))
+    print(closing_table(results, seconds, total))
     print(f"\n{run.folder}: config.json, metrics.jsonl, curves.png, results.json, model/")
     return results
 

@@ -37,7 +37,7 @@ class Observation:
 class Step:
     observation: Observation
     reward: float  # without format penalty
-    done: bool
+    done: bool  # the task is over; max_turns is not its business
     success: bool
     score: float  # of the episode so far
 

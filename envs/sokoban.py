@@ -12,6 +12,7 @@ level sends one in eight to valid_seen (a start never trained on, in a room that
 import random
 from functools import lru_cache
 from hashlib import blake2b
+from math import comb
 
 from envs import TAGS, Observation, Step, parse_think_action
 
@@ -178,6 +179,9 @@ class Sokoban:
                 f"min_solution {min_solution}, max_solution {max_solution}: allowed is "
                 f"1 <= min_solution <= max_solution <= max_turns {max_turns}"
             )
+        cells = (size - 2) ** 2
+        if cells * comb(cells, boxes) > 10_000:
+            raise ValueError(f"size {size}, boxes {boxes}: allowed are rooms of at most 10,000 states, for the solver")
         if history < 0:
             raise ValueError(f"history {history}: allowed is 0 and up")
         if size < 4 or boxes < 1 or max_walls < 0 or boxes + max_walls >= (size - 2) ** 2 - 1:
@@ -204,20 +208,19 @@ class Sokoban:
         """Start the level of a task id."""
         self.room, self.state = generate(task_id, *self.level)
         self.floor = frozenset(inside(self.room))
-        self.turns, self.score = 0, 0.0
+        self.score = 0.0
         return self._observe()
 
     def step(self, action: str | None) -> Step:
-        """One turn; an action that is not a move passes it. Done when solved or after max_turns."""
+        """One turn; an action that is not a move passes it. Done when solved."""
         before = len(self.state[1] & self.room[2])
         if action in MOVES:
             self.state = move(self.floor, self.state, action)
         home, targets = len(self.state[1] & self.room[2]), len(self.room[2])
         success = home == targets
         reward = -0.1 + (home - before) + (10.0 if success else 0.0)
-        self.turns += 1
         self.score += reward
-        return Step(self._observe(), reward, success or self.turns >= self.max_turns, success, self.score)
+        return Step(self._observe(), reward, success, success, self.score)
 
     def prompt(self, history: list[tuple[Observation, str | None]]) -> list[dict[str, str]]:
         """Appendix H.1.4 in words, with a text observation for its image; or the bare observation (compact)."""

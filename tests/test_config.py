@@ -1,8 +1,8 @@
 """Settings: precedence, and every wrong invocation ends in one line and exit code 2 before any work."""
 
+import inspect
 import json
 from dataclasses import fields
-from typing import get_args
 
 import pytest
 
@@ -10,8 +10,9 @@ import eval as evaluation
 import train
 from advantages import ADVANTAGES, gigpo
 from config import LIMITS, Config, numbers_of, parse, resolve
+from envs.sokoban import Sokoban
 from grpo import METHODS
-from losses import AGGREGATIONS, SURROGATES, ppo_clip, sapo
+from losses import SURROGATES, ppo_clip, sapo
 from recipes import NUMBERS
 
 SMALL = "--sft_steps 0 --steps 0 --eval_levels 4 --groups_per_step 1"
@@ -41,7 +42,9 @@ WRONG = {  # command line: what the one line must hold
     "--max_solution 20": ["max_solution 20", "max_turns 12"],
     "--prompt_style words": ["--max_prompt_tokens 128", "and up"],
     "--size 3": ["--size 3", "4 to 100"],
-    "--name a/b": ["--name 'a/b'", "without /"],
+    "--name a/b": ["--name 'a/b'", "name of a folder"],
+    "--name ..": ["--name '..'", "name of a folder"],
+    "--size 8 --boxes 2": ["size 8, boxes 2", "10,000 states"],
     "--model /no/such/model": ["/no/such/model"],
     "--seed -3": ["--seed -3", "0 to"],
     "extra": ["extra", "no such flag"],
@@ -59,11 +62,12 @@ def test_a_wrong_invocation_is_one_line_and_exit_code_2(line, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_folder_is_not_overwritten_unasked(tmp_path, capsys):
+def test_a_folder_is_not_overwritten_unasked_and_never_if_it_is_no_run(tmp_path, capsys):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "thesis.txt").write_text("precious")
-    for flags in ([], ["--overwrite"]):  # it is no run's folder, so --overwrite does not help
+    (folder / "config.json").write_text("{}")  # as a model's folder has
+    for flags in ([], ["--overwrite"]):
         with pytest.raises(SystemExit) as stop:
             train.main([*SMALL.split(), "--output", str(tmp_path), "--name", "mine", *flags])
         assert stop.value.code == 2 and "--overwrite" in capsys.readouterr().err
@@ -74,14 +78,18 @@ def test_a_run_folder_is_not_overwritten_unasked(tmp_path, capsys):
     ("line", "parts"),
     [
         ("--run nowhere", ["nowhere", "config.json"]),
+        ("--run qwen", ["qwen", "not that of a run"]),
         ("--split test", ["split 'test'", "valid_seen"]),
         ("--eval_levels 9999", ["--eval_levels 9999", "512"]),
         ("--eval_temperature -1", ["--eval_temperature -1.0", "0.0"]),
         ("--verbose", ["--verbose", "no such flag"]),
     ],
 )
-def test_wrong_invocations_of_eval(line, parts, tmp_path, capsys):
+def test_wrong_invocations_of_eval(line, parts, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({}))
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
     run = [] if "--run" in line else ["--run", str(tmp_path)]
     with pytest.raises(SystemExit) as stop:
         evaluation.main([*run, *line.split()])
@@ -90,13 +98,18 @@ def test_wrong_invocations_of_eval(line, parts, tmp_path, capsys):
     assert "\n" not in said and all(part in said for part in parts), said
 
 
-def test_choices_are_the_keys_of_the_dicts():
-    literals = {item.name: get_args(item.type) for item in fields(Config)}
-    assert literals["method"] == tuple(METHODS)
-    assert literals["surrogate"] == tuple(SURROGATES)
-    assert literals["advantage"] == tuple(ADVANTAGES)
-    assert literals["aggregation"] == AGGREGATIONS
+def test_every_number_of_a_formula_is_a_setting_and_has_a_recipe():
+    settings = {item.name for item in fields(Config)}
+    for function in (*SURROGATES.values(), *ADVANTAGES.values(), Sokoban):
+        parameters = inspect.signature(function).parameters.values()
+        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= settings, function.__name__
     assert set(NUMBERS) == {*SURROGATES, *ADVANTAGES}
+    assert all(set(numbers) <= settings for numbers in NUMBERS.values())
+
+
+def test_a_choice_is_checked_in_code_too():
+    with pytest.raises(ValueError, match="--surrogate 'gpso': allowed are ppo_clip, cispo, sapo, gspo"):
+        Config(surrogate="gpso")
 
 
 def test_every_number_has_limits_and_every_limit_a_field():
@@ -128,6 +141,13 @@ def test_a_model_takes_the_papers_numbers():
     assert (config.max_prompt_tokens, config.max_response_tokens) == (1024, 512)
     assert (config.eval_temperature, config.eval_top_p, config.eval_top_k) == (0.7, 0.95, 20)
     assert resolve({"model": "some/model", "recipe": "tiny"})[0].learning_rate == 3e-4
+
+
+def test_a_users_own_task_takes_the_bare_recipe():
+    config, _ = resolve({"task": "mine.py:Game", "method": "sampo"})
+    assert (config.clip_low, config.clip_high, config.delta, config.group_size) == (0.03, 0.04, 0.03, 8)
+    config, _ = resolve({"task": "mine.py:Game", "method": "sampo", "model": "some/model"})
+    assert (config.clip_low, config.clip_high, config.delta) == (3e-3, 4e-3, 3e-3)
 
 
 def test_the_released_method_differs_by_its_switches():

@@ -1,9 +1,11 @@
 """Evaluation: intervals, the two scores, scripted players, panels."""
 
+from dataclasses import replace
+
 import pytest
 
 from envs.sokoban import Sokoban
-from eval import evaluate_scripted, panel, summarise, wilson_interval
+from eval import closing_table, evaluate_players, evaluate_scripted, panel, summarise, wilson_interval
 from rollout import Trajectory, Turn
 
 
@@ -29,16 +31,20 @@ def test_interval_at_the_ends_stays_inside():
 
 def test_score_is_reported_by_trajectory_and_by_turn():
     # scores 10 and 0 over 2 and 6 turns: mean 5; turn-weighted (2 * 10 + 6 * 0) / 8 = 2.5
-    result = summarise([trajectory(2, success=True, score=10.0), trajectory(6, valid=False)])
+    result = summarise([trajectory(2, success=True, score=10.0), trajectory(6, valid=False)], 0.0)
     assert (result["success"], result["score"], result["score_turn_weighted"], result["turns"]) == (0.5, 5, 2.5, 4)
     assert result["format_valid"] == 2 / 8
 
 
 def test_failed_episodes_are_excluded_and_counted():
-    result = summarise([trajectory(1, success=True), trajectory(1, error="crash")])
+    result = summarise([trajectory(1, success=True), trajectory(1, error="crash")], max_failures=0.5)
     assert (result["success"], result["levels"], result["failed"]) == (1.0, 1, 1)
-    with pytest.raises(RuntimeError, match="all 1 episodes failed"):
-        summarise([trajectory(1, error="crash")])
+    for episodes, limit in (
+        ([trajectory(1), trajectory(1, error="crash")], 0.4),
+        ([trajectory(1, error="crash")], 1.0),
+    ):
+        with pytest.raises(RuntimeError, match=f"episodes failed, max_failures {limit}; first: crash"):
+            summarise(episodes, limit)
 
 
 def test_the_expert_solves_what_the_random_player_does_not():
@@ -55,3 +61,20 @@ def test_a_panel_is_the_first_tasks_of_a_split():
     assert panel(env, "valid_unseen", 3) == env.tasks("valid_unseen")[:3]
     with pytest.raises(ValueError, match="--eval_levels 513: allowed is 1 to 512"):
         panel(env, "valid_unseen", 513)
+
+
+def test_a_task_that_lists_no_actions_has_no_random_player():
+    class Silent(Sokoban):
+        def _observe(self):
+            return replace(super()._observe(), actions=None)
+
+    panels = {"valid_seen": ["valid_seen/0"]}
+    assert list(evaluate_players(Silent(), panels, seed=0)) == ["expert"]
+    assert list(evaluate_players(Sokoban(), panels, seed=0)) == ["random", "expert"]
+
+
+def test_the_closing_table_accounts_for_all_of_the_time():
+    row = {"success": 0.5, "success_low": 0.25, "success_high": 0.75}
+    table = closing_table({"expert": {"valid_seen": row}}, {"rollout": 30.0, "update": 20.0}, total=60.0)
+    assert "| expert | 0.500 [0.250, 0.750] |" in table
+    assert "60 s in all: rollout 30, update 20, the rest 10." in table

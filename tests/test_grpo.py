@@ -1,5 +1,6 @@
 """The update: Table 1, mini-batches, global denominators, first ratio 1, clipping, skipped steps, the loss."""
 
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -118,6 +119,19 @@ def test_first_ratio_is_one_and_the_engine_agrees(model, tokenizer, temperature)
             assert mine == pytest.approx(generations[turn].logprobs, abs=1e-5)
 
 
+def test_the_reference_is_asked_for_its_own_logprobs_at_the_same_temperature(model, tokenizer):
+    batches, _ = sampled_batches(model, tokenizer, 1.5)
+    packs = [pack for batch in batches for pack in batch]
+    reference = deepcopy(model)
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(0.5)
+    add_old_logprobs(model, reference, packs, 1.5, 8)
+    for pack in packs:
+        expected, _ = sampled_logprobs(reference, pack, 1.5)
+        assert torch.equal(pack.ref_logprobs, expected)
+        assert (pack.ref_logprobs - pack.old_logprobs).abs().max() > 0.01
+
+
 def test_entropy_of_a_turn_is_the_mean_over_its_tokens(model, tokenizer):
     batches, _ = sampled_batches(model, tokenizer, 1.0, tokens=10**6, mini_batch=8)
     (pack,) = batches[0]
@@ -154,11 +168,11 @@ def ready(model, tokenizer, advantages, **sizes):
     return batches
 
 
-def update(model, optimizer, batches, grad_clip=1e9):
+def update(model, optimizer, batches, grad_clip=1e9, epochs=1):
     surrogate = partial(SURROGATES["ppo_clip"], clip_low=0.2, clip_high=0.3)
     loss = partial(policy_loss, surrogate, aggregation="token-mean", entropy_coef=0.0, **PLAIN)
     return update_policy(
-        model, optimizer, batches, loss, temperature=1.0, epochs=1, grad_clip=grad_clip, entropy_coef=0.0
+        model, optimizer, batches, loss, temperature=1.0, epochs=epochs, grad_clip=grad_clip, entropy_coef=0.0
     )
 
 
@@ -184,6 +198,13 @@ def test_later_mini_batches_are_measured_against_the_first_policy(model, tokeniz
     assert metrics["updates"] == 2 and metrics["kl_old"] != 0
     after = [pack.old_logprobs for batch in batches for pack in batch]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_every_epoch_takes_every_mini_batch(model, tokenizer):
+    recorder = Recorder(model)
+    metrics = update(model, recorder, ready(model, tokenizer, SIGNS, mini_batch=4), epochs=3)
+    assert metrics["updates"] == len(recorder.gradients) == 3 * 2
+    assert all(torch.equal(recorder.gradients[i], recorder.gradients[i + 2]) for i in range(4))  # nothing moved
 
 
 def test_one_update_on_policy_reports_no_drift(model, tokenizer):
@@ -245,6 +266,12 @@ def test_the_mask_drops_the_surrogate_of_a_drifted_turn_and_keeps_its_kl():
     loss, sums, gradient = loss_of(seq_mask=True, kl_coef=0.5)
     assert loss == pytest.approx(-2 / 3 + 0.5 * 0.7182818 / 3, rel=1e-5)
     assert sums["kl_ref"].item() == pytest.approx(0.7182818, rel=1e-5)
+
+
+def test_sum_norm_divides_by_the_response_limit():
+    # (.81873 + .81873 - 2) / (2 sequences * limit 9)
+    loss, _, _ = loss_of(aggregation="seq-mean-token-sum-norm")
+    assert loss == pytest.approx((2 * 0.8187308 - 2) / 18, rel=1e-5)
 
 
 def test_an_entropy_bonus_lowers_the_loss():

@@ -1,5 +1,6 @@
 """Episodes in lock step, groups, dynamic sampling, rows: with an environment and an engine of a few lines."""
 
+import numpy as np
 import pytest
 
 from engines import Generation, Sampling
@@ -10,6 +11,7 @@ from rollout import (
     Turn,
     collect_groups,
     digest,
+    generator,
     is_informative,
     make_rows,
     run_episodes,
@@ -121,9 +123,9 @@ def test_a_response_cut_at_its_limit_is_invalid_even_if_it_parses(tokenizer):
 def test_a_well_formed_action_that_is_not_listed_is_valid_and_counted_apart(tokenizer):
     (trajectory,), _ = play(tokenizer, ["1"], "<think> </think> <action> g </action>", UP)
     assert [(turn.valid, turn.admissible) for turn in trajectory.turns] == [(True, False), (True, True)]
-    table = turn_table([[trajectory]], entropy=_zeros(2))
+    table = turn_table([[trajectory]], entropy=np.zeros(2))
     assert table.valid.tolist() == [True, True]
-    assert turn_table([[trajectory]], _zeros(2), inadmissible_is_invalid=True).valid.tolist() == [False, True]
+    assert turn_table([[trajectory]], np.zeros(2), inadmissible_is_invalid=True).valid.tolist() == [False, True]
 
 
 def test_the_limit_of_turns_truncates(tokenizer):
@@ -145,6 +147,17 @@ def test_a_crash_costs_its_own_episode_alone(tokenizer):
     assert [bool(t.error) for t in trajectories] == [False, True, True, False]
     assert "no such level" in trajectories[1].error and "lost" in trajectories[2].error
     assert trajectories[0].success and trajectories[3].success
+
+
+def test_one_broken_environment_costs_its_turns_and_not_every_task(tokenizer):
+    class Sick(Count):
+        def reset(self, task):
+            raise OSError("sick")
+
+    places = [Count(), Sick(), Count(), Count()]
+    keys = [("key", i) for i in range(20)]
+    trajectories = run_episodes(Script(tokenizer, UP), tokenizer, places, ["1"] * 20, keys, SAMPLING, 50)
+    assert 1 <= sum(bool(t.error) for t in trajectories) <= 8  # a free environment waits its turn
     trajectories, _ = play(tokenizer, ["crash"] * 3, UP, envs=2)
     assert all(t.error and not t.turns for t in trajectories)
 
@@ -213,18 +226,12 @@ def test_a_turn_without_a_token_is_refused(tokenizer):
 
 def test_the_table_numbers_groups_trajectories_and_turns(tokenizer):
     trajectories, _ = play(tokenizer, ["2", "1", "2", "1"], UP)
-    table = turn_table([trajectories[:2], trajectories[2:]], entropy=_zeros(6))
+    table = turn_table([trajectories[:2], trajectories[2:]], entropy=np.zeros(6))
     assert table.group.tolist() == [0, 0, 0, 1, 1, 1]
     assert table.trajectory.tolist() == [0, 0, 1, 2, 2, 3]
     assert table.turn.tolist() == [0, 1, 0, 0, 1, 0]
     assert table.reward.tolist() == [-0.5, 0.5, 0.5] * 2
     assert table.state.tolist() == [digest("0"), digest("1"), digest("0")] * 2
-
-
-def _zeros(n):
-    import numpy as np
-
-    return np.zeros(n)
 
 
 def group(*successes, error=()):
@@ -267,7 +274,7 @@ def test_attempts_go_on_until_the_step_is_full_and_surplus_is_dropped():
     kept, stats = collect_groups(sample, 4, dynamic_sampling=True, max_tries=3)
     assert calls == [0, 1]
     assert [g[0] is good[i][0] for i, g in enumerate(kept)] == [True] * 4
-    assert (stats["tries"], stats["groups_kept"], stats["episodes"]) == (2, 5, 16)
+    assert (stats["tries"], stats["groups_kept"], stats["episodes"]) == (2, 4, 16)
 
 
 def test_at_the_cap_what_was_kept_is_trained_on_be_it_nothing():
@@ -285,7 +292,7 @@ def test_fill_uniform_fills_the_gap_in_order():
     first, fill = group(1, 0), [group(1, 1), group(0, 0)]
     sample, _ = sampler([fill[0], first], [fill[1], group(0, 0)])
     kept, stats = collect_groups(sample, 3, dynamic_sampling=True, max_tries=2, fill_uniform=True)
-    assert stats["groups_kept"] == 1
+    assert stats["groups_kept"] == 3
     assert [g[0] for g in kept] == [first[0], fill[0][0], fill[1][0]]
 
 
@@ -299,10 +306,13 @@ def test_failed_episodes_are_left_out_and_too_many_stop_the_run():
     sample, _ = sampler([group(1, 0, 0, 0, error=(0,)), group(1, 0, 0, 0)])
     kept, stats = collect_groups(sample, 2, dynamic_sampling=False)
     assert [len(g) for g in kept] == [3, 4]
-    assert stats["episodes"] == 7 and stats["train/success"] == pytest.approx(1 / 7)
+    assert stats["failed"] == 1 and stats["episodes"] == 7 and stats["train/success"] == pytest.approx(1 / 7)
     sample, _ = sampler([group(1, 0, 0, error=(0,))])
     with pytest.raises(RuntimeError, match="1 of 3 episodes failed, max_failures 0.2; first: crash"):
         collect_groups(sample, 1, dynamic_sampling=False)
+    sample, _ = sampler([group(1, 0, error=(0, 1))])
+    with pytest.raises(RuntimeError, match="2 of 2 episodes failed"):
+        collect_groups(sample, 1, dynamic_sampling=False, max_failures=1.0)
 
 
 def test_identical_members_are_reported():
@@ -314,6 +324,13 @@ def test_identical_members_are_reported():
         other[i].turns = [Turn([1], [2], [0.0], text, 0, None, False, False, 0.0)]
     _, stats = collect_groups(lambda attempt: [one, other], 2, dynamic_sampling=False)
     assert stats["duplicates"] == pytest.approx((1 / 3 + 0) / 2)
+
+
+def test_every_use_has_draws_of_its_own():
+    uses = [("tasks", 0), ("tasks", 1), ("cloning batches",), ("mini-batches", 1), ("mini-batches", 2), ()]
+    draws = {generator(seed, *use).integers(2**62) for use in uses for seed in (0, 1)}
+    assert len(draws) == 12
+    assert generator(0, "tasks", 0).integers(2**62) == generator(0, "tasks", 0).integers(2**62)
 
 
 def test_tasks_come_in_a_seeded_order_once_an_epoch_from_any_position():

@@ -1,12 +1,16 @@
 """The whole loop in process, on real episodes: files, metrics, repeatability, every method, learning."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
 import eval as evaluation
 import train
+from config import parse
+from engines import Sampling
 from grpo import METHODS
 from plots import read_metrics
 
@@ -56,7 +60,7 @@ def test_a_run_leaves_its_files(finished):
     AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
-def test_metrics_have_a_line_a_step_and_the_names_of_the_glossary(finished):
+def test_metrics_have_a_line_a_step_and_every_name_is_in_the_readme(finished):
     results, folder = finished
     metrics = read_metrics(folder / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
@@ -64,6 +68,8 @@ def test_metrics_have_a_line_a_step_and_the_names_of_the_glossary(finished):
     assert metrics[0]["eval/success"] == results["after cloning"]["valid_seen"]["success"]
     assert metrics[3]["eval/success"] == results["after RL"]["valid_seen"]["success"]
     assert all(set(m) >= REQUIRED for m in metrics[1:])
+    readme = (Path(train.__file__).parent / "README.md").read_text()
+    assert all(f"`{name}`" in readme for m in metrics for name in m)
 
 
 def test_a_saved_run_evaluates_to_the_same_success(finished, capsys):
@@ -71,6 +77,87 @@ def test_a_saved_run_evaluates_to_the_same_success(finished, capsys):
     again = evaluation.main(["--run", str(folder), "--split", "valid_unseen"])
     assert again == results["after RL"]["valid_unseen"]
     assert json.loads(capsys.readouterr().out)["split"] == "valid_unseen"
+
+
+class Spy:
+    """An engine that passes on what it is asked, and keeps it."""
+
+    def __init__(self, engine):
+        self.engine, self.seeds, self.samplings = engine, [], []
+
+    def generate(self, prompts, seeds, sampling):
+        self.seeds += seeds
+        self.samplings.append(sampling)
+        return self.engine.generate(prompts, seeds, sampling)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A run before its first step, with an untrained policy."""
+    flags = "--sft_steps 0 --eval_levels 6 --groups_per_step 2 --group_size 3 --temperature 1.3 --eval_temperature 0.4"
+    flags += (
+        f" --eval_top_p 0.9 --eval_top_k 7 --max_response_tokens 5 --max_tries 2 --method sampo --output {tmp_path}"
+    )
+    made = train.Run(parse(flags.split()))
+    made.engine = Spy(made.engine)
+    return made
+
+
+def test_no_two_draws_of_a_run_share_a_seed(small):
+    for step in (1, 2):
+        groups, stats = train.sample_step(small, step)
+        assert stats["tries"] == 2 and groups == []  # an untrained policy fails everywhere
+    small.play(["train/0"] * 3, ("cloning",))
+    small.evaluate("valid_seen")
+    assert len(set(small.engine.seeds)) == len(small.engine.seeds) > 2 * 2 * 6 * 12
+
+
+def test_training_and_evaluation_sample_by_their_own_settings(small):
+    small.play(["train/0"], ())
+    assert set(small.engine.samplings) == {Sampling(1.3, 5)}
+    small.engine.samplings.clear()
+    small.evaluate("valid_unseen")
+    assert set(small.engine.samplings) == {Sampling(0.4, 5, top_p=0.9, top_k=7)}
+
+
+def test_each_turn_trains_with_its_own_advantage(small, monkeypatch):
+    """Row i of the turn table is sequence i of the rows: turn i is given advantage i + 1."""
+    kept = {}
+
+    def update(model, optimizer, mini_batches, loss, **settings):
+        kept["packs"] = [pack for batch in mini_batches for pack in batch]
+        return {}
+
+    monkeypatch.setitem(train.ADVANTAGES, "gigpo", lambda turns: 1.0 + np.arange(len(turns.turn)))
+    monkeypatch.setattr(train, "update_policy", update)
+    groups = [small.play(["train/0"] * 3, ("a",)), small.play(["train/1"] * 3, ("b",))]
+    monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, {}))
+    train.train_step(small, small.model, None, 1)
+    turns = [turn for group in groups for trajectory in group for turn in trajectory.turns]
+    seen = {}
+    for pack in kept["packs"]:
+        columns = (pack.sequence.tolist(), pack.advantages.tolist(), pack.tokens.tolist())
+        for sequence, advantage, token in zip(*columns, strict=True):
+            assert advantage == sequence + 1
+            seen.setdefault(sequence, []).append(token)
+    assert [seen[i] for i in range(len(turns))] == [turn.response_ids for turn in turns]
+
+
+def test_a_step_whose_advantages_are_all_zero_changes_nothing(small, monkeypatch):
+    """Without dynamic sampling uniform groups reach the update; Adam would scale their rounding errors to full steps."""
+    monkeypatch.setitem(train.ADVANTAGES, "gigpo", lambda turns: np.zeros(len(turns.turn)))
+    groups = [small.play(["train/0"] * 3, ("a",))]
+    monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, {}))
+    metrics = train.train_step(small, small.model, None, 1)  # an update would need the optimizer
+    assert (metrics["updates"], metrics["loss"]) == (0, None) and metrics["entropy"] > 0
+
+
+def test_accelerate_settings_that_would_change_the_gradient_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--output", str(tmp_path)])
+    assert stop.value.code == 2 and "gradient_accumulation_steps 4" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -100,8 +187,7 @@ def test_every_method_takes_its_steps(method, finished, tmp_path):
     ]
     _, folder = run(tmp_path, *flags, "--filter_cold_start", "0")
     trained = [m for m in read_metrics(folder / "metrics.jsonl")[1:] if m["updates"]]
-    assert all(isinstance(m[name], float | int) for m in trained for name in REQUIRED)
-    assert trained or METHODS[method].dynamic_sampling
+    assert trained and all(isinstance(m[name], float | int) for m in trained for name in REQUIRED)
 
 
 def test_a_step_without_an_informative_group_is_skipped(tmp_path):

@@ -144,7 +144,7 @@ def test_each_turn_trains_with_its_own_advantage(small, monkeypatch):
 
 
 def test_a_step_whose_advantages_are_all_zero_changes_nothing(small, monkeypatch):
-    """Without dynamic sampling uniform groups reach the update; Adam would scale their rounding errors to full steps."""
+    """Without dynamic sampling uniform groups come this far; Adam would scale their rounding errors to full steps."""
     monkeypatch.setitem(train.ADVANTAGES, "gigpo", lambda turns: np.zeros(len(turns.turn)))
     groups = [small.play(["train/0"] * 3, ("a",))]
     monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, {}))

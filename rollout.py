@@ -228,8 +228,9 @@ def collect_groups(
         groups = sample(attempt)
         everything += groups
         for group in groups:
-            keep = is_informative(group) if dynamic_sampling else any(not trajectory.error for trajectory in group)
-            (kept if keep else rest).append([trajectory for trajectory in group if not trajectory.error])
+            survivors = [trajectory for trajectory in group if not trajectory.error]
+            keep = is_informative(survivors) if dynamic_sampling else bool(survivors)
+            (kept if keep else rest).append(survivors)
         attempt += 1
     failed = check_failures(list(chain.from_iterable(everything)), max_failures)
     if fill_uniform:

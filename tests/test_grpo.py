@@ -238,7 +238,7 @@ def hand_made():
     """Two turns of 2 and 1 tokens; the first drifted down by .2 a token with a negative advantage."""
     pack = Pack(*[torch.zeros(1)] * 6, torch.tensor([0, 0, 1]))
     pack.old_logprobs = torch.tensor([-1.0, -1.0, -2.0])
-    pack.ref_logprobs = torch.tensor([-1.2, -1.2, -1.0])
+    pack.ref_logprobs = torch.tensor([-0.7, -0.7, -1.0])
     pack.advantages = torch.tensor([-1.0, -1.0, 2.0])
     logprobs = torch.tensor([-1.2, -1.2, -2.0], requires_grad=True)
     return logprobs, torch.tensor([0.3, 0.6, 0.9], requires_grad=True), pack
@@ -262,10 +262,10 @@ def test_the_mask_drops_the_surrogate_of_a_drifted_turn_and_keeps_its_kl():
     assert loss == pytest.approx(-2 / 3, rel=1e-5)
     assert gradient.tolist() == pytest.approx([0, 0, -2 / 3])
     assert sums["masked_frac"] == 2
-    # k3 at the third token, d = 1: e - 2 = .7182818; masked or not
+    # k3 with d = .5, .5, 1: e^.5 - 1.5 = .1487213 twice, e - 2 = .7182818, sum 1.0157244; the mask does not touch it
     loss, sums, gradient = loss_of(seq_mask=True, kl_coef=0.5)
-    assert loss == pytest.approx(-2 / 3 + 0.5 * 0.7182818 / 3, rel=1e-5)
-    assert sums["kl_ref"].item() == pytest.approx(0.7182818, rel=1e-5)
+    assert loss == pytest.approx(-2 / 3 + 0.5 * 1.0157244 / 3, rel=1e-5)
+    assert sums["kl_ref"].item() == pytest.approx(1.0157244, rel=1e-5)
 
 
 def test_sum_norm_divides_by_the_response_limit():

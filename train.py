@@ -103,6 +103,7 @@ class Run:
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
         (self.folder / "config.json").write_text(json.dumps(asdict(config), indent=1))
+        (self.folder / "metrics.jsonl").touch()
 
     def play(self, tasks: list[str], key: tuple) -> list:
         """Episodes of the policy on tasks, as in training; task i samples with the seeds of (seed, *key, i)."""
@@ -119,8 +120,7 @@ class Run:
         """The model in Hugging Face layout, and curves.png."""
         self.accelerator.unwrap_model(self.model).save_pretrained(self.folder / "model")
         self.tokenizer.save_pretrained(self.folder / "model")
-        if (self.folder / "metrics.jsonl").exists():
-            plot_curves(self.folder, f"{self.config.task} · {self.config.method} · seed {self.config.seed}")
+        plot_curves(self.folder, f"{self.config.task} · {self.config.method} · seed {self.config.seed}")
 
 
 def clone_policy(run: Run) -> list[float]:

@@ -91,7 +91,7 @@ class Pack:
 
 
 def pack(rows: list[Row], pad: int, device="cpu") -> Pack:
-    """Rows -> Pack. The token at position p is scored by the logit at p - 1."""
+    """Rows -> Pack. The token at position p is scored by the logit at p - 1; ValueError where p is 0."""
     length = max(len(row.ids) for row in rows)
     ids = np.full((len(rows), length), pad)
     mask = np.zeros((len(rows), length), np.int64)
@@ -99,6 +99,8 @@ def pack(rows: list[Row], pad: int, device="cpu") -> Pack:
         ids[i, : len(row.ids)], mask[i, : len(row.ids)] = row.ids, 1
     index = np.repeat(np.arange(len(rows)), [len(row.sampled) for row in rows])  # [M]
     position = np.concatenate([row.sampled for row in rows]).astype(np.int64)  # [M]
+    if (position < 1).any():
+        raise ValueError("sampled position 0: allowed is 1 and up, behind a token that predicts it")
     sequence = np.concatenate([row.sequence for row in rows]).astype(np.int64)  # [M]
     columns, column = np.unique(position - 1, return_inverse=True)
     arrays = (ids, mask, columns, index, column, ids[index, position], sequence)

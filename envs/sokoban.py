@@ -179,22 +179,18 @@ class Sokoban:
                 f"min_solution {min_solution}, max_solution {max_solution}: allowed is "
                 f"1 <= min_solution <= max_solution <= max_turns {max_turns}"
             )
-        cells = (size - 2) ** 2
-        if cells * comb(cells, boxes) > 10_000:
-            raise ValueError(f"size {size}, boxes {boxes}: allowed are rooms of at most 10,000 states, for the solver")
         if history < 0:
             raise ValueError(f"history {history}: allowed is 0 and up")
-        if size < 4 or boxes < 1 or max_walls < 0 or boxes + max_walls >= (size - 2) ** 2 - 1:
+        cells = (size - 2) ** 2
+        if size < 4 or boxes < 1 or max_walls < 0 or boxes + max_walls >= cells - 1:
             raise ValueError(
                 f"size {size}, boxes {boxes}, max_walls {max_walls}: allowed is a room with space to move"
             )
+        if cells * comb(cells, boxes) > 10_000:
+            raise ValueError(f"size {size}, boxes {boxes}: allowed are rooms of at most 10,000 states, for the solver")
         self.level = (size, boxes, max_walls, min_solution, max_solution)
-        self.max_turns, self.observation, self.prompt_style, self.history = (
-            max_turns,
-            observation,
-            prompt_style,
-            history,
-        )
+        self.max_turns, self.history = max_turns, history
+        self.observation, self.prompt_style = observation, prompt_style
 
     def tasks(self, split: str) -> list[str]:
         """Ids `split/number`; the levels of a validation panel are all different. ValueError on an unknown split."""

@@ -27,6 +27,12 @@ def test_logit_before_a_token_scores_it():
     assert logprobs.tolist() == pytest.approx([math.log(0.9), math.log(0.9), math.log(0.1 / 29)])
 
 
+def test_a_token_without_one_before_it_is_refused():
+    # position 0 has no logit; -1 would score it by the last one, without an error
+    with pytest.raises(ValueError, match="sampled position 0"):
+        pack([Row([3, 4], [0, 1], [0, 0])], pad=0)
+
+
 def test_only_sampled_positions_enter():
     rows = [Row([1, 2, 7, 8, 3], [1, 4], [5, 6])]  # two runs of sampled tokens with an observation between
     batch = pack(rows, pad=0)

@@ -7,12 +7,15 @@ those of log_softmax(logits / temperature), before top_p and top_k, which serve 
 from all tokens.
 """
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+
+warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diagnostics import token_sums, update_metrics
 from losses import aggregate, kl_penalty, sequence_mask
 from policy import Pack, Row, make_packs, sampled_logprobs
 
@@ -55,16 +56,16 @@ def make_mini_batches(
 
 @torch.no_grad()
 def add_old_logprobs(model, reference, packs: list[Pack], temperature: float, num_turns: int) -> np.ndarray:
-    """Store old_logprobs and ref_logprobs [M] in each pack; returns the old policy's mean entropy of each turn [N].
+    """Store old_logprobs, ref_logprobs and entropy [M] in each pack; returns the mean entropy of each turn [N].
 
     The packs are those of the update, so that the same kernels see the same shapes and the first ratio is 1.
     """
     total, count = torch.zeros(num_turns, dtype=torch.float64), torch.zeros(num_turns, dtype=torch.float64)
     for pack in packs:
-        pack.old_logprobs, entropy = sampled_logprobs(model, pack, temperature, with_entropy=True)
+        pack.old_logprobs, pack.entropy = sampled_logprobs(model, pack, temperature, with_entropy=True)
         pack.ref_logprobs, _ = sampled_logprobs(reference, pack, temperature)
-        total.index_add_(0, pack.sequence.cpu(), entropy.double().cpu())
-        count.index_add_(0, pack.sequence.cpu(), torch.ones(len(entropy), dtype=torch.float64))
+        total.index_add_(0, pack.sequence.cpu(), pack.entropy.double().cpu())
+        count.index_add_(0, pack.sequence.cpu(), torch.ones(len(pack.entropy), dtype=torch.float64))
     return (total / count).numpy()
 
 
@@ -83,6 +84,7 @@ def policy_loss(
     kl_coef: float,
     kl_estimator: str,
     entropy_coef: float,
+    entropy_threshold: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of a micro-batch of an optimizer batch of num_tokens and num_sequences; sums over its tokens for the log.
 
@@ -100,14 +102,7 @@ def policy_loss(
     loss = loss + kl_coef * reduce(kl_penalty(logprobs, pack.ref_logprobs, kl_estimator))
     if entropy_coef:
         loss = loss - entropy_coef * reduce(entropy)
-    sums = {
-        "kl_ref": kl_penalty(logprobs, pack.ref_logprobs, "k3").detach().sum(),
-        "kl_old": (pack.old_logprobs - logprobs).detach().sum(),
-        "clip_frac_low": stats["clipped_low"].sum(),
-        "clip_frac_high": stats["clipped_high"].sum(),
-        "masked_frac": (~keep).sum(),
-    }
-    return loss, sums
+    return loss, token_sums(logprobs, pack, stats, keep, entropy_threshold)
 
 
 def update_policy(
@@ -128,17 +123,17 @@ def update_policy(
     Gradients add up over the micro-batches of a mini-batch and are clipped once. A step with a non-finite gradient is
     skipped and counted.
     """
-    losses, norms, sums, tokens, skipped = [], [], {}, 0, 0
+    losses, norms, sums, tokens, skipped = [], [], [], [], 0
     for packs in mini_batches * epochs:
         num_tokens = sum(len(pack.tokens) for pack in packs)
         num_sequences = sum(len(pack.sequence.unique()) for pack in packs)
-        total = 0.0
+        total, batch_sums = 0.0, {}
         for pack in packs:
             logprobs, entropy = sampled_logprobs(model, pack, temperature, bool(entropy_coef))
             value, micro = loss(logprobs, entropy, pack, num_tokens, num_sequences)
             backward(value)
             total += value.item()
-            sums = {name: sums.get(name, 0.0) + term.item() for name, term in micro.items()}
+            batch_sums = {name: batch_sums.get(name, 0.0) + term for name, term in micro.items()}
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip))
         if math.isfinite(norm):
             optimizer.step()
@@ -147,11 +142,10 @@ def update_policy(
         else:
             skipped += 1
         optimizer.zero_grad(set_to_none=True)
-        tokens += num_tokens
-    metrics = {name: total / tokens for name, total in sums.items()}
-    metrics["clip_frac"] = metrics["clip_frac_low"] + metrics["clip_frac_high"]
+        sums.append(batch_sums)
+        tokens.append(num_tokens)
     means = {"loss": np.mean(losses or [np.nan]).item(), "grad_norm": np.mean(norms or [np.nan]).item()}
-    return metrics | means | {"updates": len(losses), "skipped_updates": skipped}
+    return update_metrics(sums, tokens) | means | {"updates": len(losses), "skipped_updates": skipped}
 
 
 def print_table() -> None:

@@ -9,47 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PAD, END = "<|pad|>", "<|end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} {% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def tiny_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a word, split at white space and punctuation; a word outside `words` is an error."""
-    marks = pre_tokenizers.Split(Regex(r"""[\[\](){}.,:;!?'"]"""), "isolated")
-    split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
-    pieces = [piece for piece, _ in split.pre_tokenize_str(" ".join(words))]
-    vocabulary = dict.fromkeys([PAD, END, "<|system|>", "<|user|>", "<|assistant|>", *pieces])
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}))
-    tokenizer.pre_tokenizer = split
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
-
-
-def tiny_model(vocabulary: int, hidden: int, layers: int, eos: int, pad: int) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 with `hidden` channels, heads of 16 and tied embeddings."""
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 16,
-        num_key_value_heads=hidden // 16,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
+from tiny import tiny_model, tiny_tokenizer
 
 
 def load_policy(model: str, words: list[str], hidden: int, layers: int, dtype: str):
@@ -72,6 +35,7 @@ class Row:
     ids: list[int]
     sampled: list[int]  # positions in ids, ascending, never 0
     sequence: list[int]  # sequence (turn) of each sampled position
+    rollout_logprobs: list[float] = field(default_factory=list)  # of each sampled position; empty where none sampled
 
 
 @dataclass
@@ -86,8 +50,10 @@ class Pack:
     tokens: Tensor  # [M], the sampled ids
     sequence: Tensor  # [M]
     advantages: Tensor = field(default=None)  # [M]
+    rollout_logprobs: Tensor = field(default=None)  # [M]
     old_logprobs: Tensor = field(default=None)  # [M]
     ref_logprobs: Tensor = field(default=None)  # [M]
+    entropy: Tensor = field(default=None)  # [M], of the old policy
 
 
 def pack(rows: list[Row], pad: int, device="cpu") -> Pack:
@@ -104,7 +70,11 @@ def pack(rows: list[Row], pad: int, device="cpu") -> Pack:
     sequence = np.concatenate([row.sequence for row in rows]).astype(np.int64)  # [M]
     columns, column = np.unique(position - 1, return_inverse=True)
     arrays = (ids, mask, columns, index, column, ids[index, position], sequence)
-    return Pack(*(torch.as_tensor(array, device=device) for array in arrays))
+    packed = Pack(*(torch.as_tensor(array, device=device) for array in arrays))
+    if all(row.rollout_logprobs for row in rows):
+        rollout_logprobs = np.concatenate([row.rollout_logprobs for row in rows]).astype(np.float32)  # [M]
+        packed.rollout_logprobs = torch.as_tensor(rollout_logprobs, device=device)
+    return packed
 
 
 def make_packs(rows: list[Row], tokens_per_micro_batch: int, pad: int, device="cpu") -> list[Pack]:

@@ -29,6 +29,8 @@ class Turn:
     valid: bool  # whether the format holds
     admissible: bool  # whether the action is one of those the observation lists
     reward: float  # from the environment, without penalty
+    entropy: float | None = None  # of the old policy, mean over the response; None until it is trained on
+    advantage: float | None = None
 
 
 @dataclass
@@ -164,17 +166,6 @@ def run_episodes(
     return trajectories
 
 
-def play_scripted(env, task: str, respond: Callable) -> tuple[list[tuple[list[dict], str]], Trajectory]:
-    """An episode without a model: respond(env, observation) -> text. Returns [(messages, text)] and the trajectory."""
-    episode = Episode(env, task, (), Trajectory(task))
-    said, goes_on = [], True
-    while goes_on:
-        text = respond(env, episode.observation)
-        said.append((episode.prompt, text))
-        goes_on = episode.advance([], Generation([], [], False), text)
-    return said, episode.trajectory
-
-
 class TaskStream:
     """Training tasks in an order that depends on the seed alone, a new one each epoch; `position` is all its state."""
 
@@ -215,8 +206,8 @@ def collect_groups(
     max_tries: int = 1,
     fill_uniform: bool = False,
     max_failures: float = 0.2,
-) -> tuple[list[list[Trajectory]], dict[str, float]]:
-    """Groups to train on, and what was seen before the filter; sample(attempt) plays `num_groups` new groups.
+) -> tuple[list[list[Trajectory]], dict[str, int]]:
+    """Groups to train on, and the counts failed, tries, groups_kept; sample(attempt) plays `num_groups` new groups.
 
     With dynamic sampling only informative groups are kept, in order of (attempt, prompt); attempts go on until
     `num_groups` are kept or `max_tries` were made, and what was kept is trained on, be it nothing. Surplus groups
@@ -236,29 +227,7 @@ def collect_groups(
     if fill_uniform:
         kept += [group for group in rest if group]
     kept = kept[:num_groups]
-    return kept, sampling_stats(everything) | {"failed": failed, "tries": attempt, "groups_kept": len(kept)}
-
-
-def sampling_stats(groups: list[list[Trajectory]]) -> dict[str, float]:
-    """Rates over all sampled groups, before any filter, so that they are not biased by it."""
-    groups = [[trajectory for trajectory in group if not trajectory.error] for group in groups]
-    episodes = [trajectory for group in groups for trajectory in group]
-    turns = [turn for trajectory in episodes for turn in trajectory.turns]
-    wins = [np.mean([trajectory.success for trajectory in group]) for group in groups if group]
-    said = [[tuple(turn.text for turn in trajectory.turns) for trajectory in group] for group in groups]
-    return {
-        "train/success": float(np.mean([trajectory.success for trajectory in episodes])),
-        "train/reward": float(np.mean([trajectory.reward for trajectory in episodes])),
-        "train/turns": float(np.mean([len(trajectory.turns) for trajectory in episodes])),
-        "train/all_pass": float(np.mean([rate == 1 for rate in wins])),
-        "train/all_fail": float(np.mean([rate == 0 for rate in wins])),
-        "format_valid": float(np.mean([turn.valid for turn in turns])),
-        "admissible": float(np.mean([turn.admissible for turn in turns if turn.valid] or [0.0])),
-        "response_length": float(np.mean([len(turn.response_ids) for turn in turns])),
-        "truncated": float(np.mean([trajectory.truncated for trajectory in episodes])),
-        "duplicates": float(np.mean([1 - len(set(group)) / len(group) for group in said if group])),
-        "episodes": len(episodes),
-    }
+    return kept, {"failed": failed, "tries": attempt, "groups_kept": len(kept)}
 
 
 def make_rows(groups: list[list[Trajectory]], append_only: bool = False) -> list[Row]:
@@ -272,7 +241,7 @@ def make_rows(groups: list[list[Trajectory]], append_only: bool = False) -> list
             if not sampled:
                 raise ValueError(f"turn without a sampled token in {trajectory.task}")
             if merged is None:
-                merged = Row(ids, sampled, [sequence] * len(sampled))
+                merged = Row(ids, sampled, [sequence] * len(sampled), list(turn.rollout_logprobs))
                 rows.append(merged)
             elif turn.prompt_ids[: len(merged.ids)] != merged.ids:
                 raise ValueError(
@@ -282,6 +251,7 @@ def make_rows(groups: list[list[Trajectory]], append_only: bool = False) -> list
                 merged.ids = ids
                 merged.sampled += sampled
                 merged.sequence += [sequence] * len(sampled)
+                merged.rollout_logprobs += turn.rollout_logprobs
             if not append_only:
                 merged = None
             sequence += 1

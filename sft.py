@@ -4,15 +4,29 @@ The policy after cloning is where RL starts and what its KL refers to. Prompts a
 """
 
 import random
+from collections.abc import Callable
 from itertools import cycle
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from config import numbers_of
+from engines import Generation
 from envs import TAGS
 from policy import Row, make_packs, sampled_logprobs
-from rollout import Trajectory, make_rows, play_scripted
+from rollout import Episode, TaskStream, Trajectory, check_failures, digest, generator, make_rows
+
+
+def play_scripted(env, task: str, respond: Callable) -> tuple[list[tuple[list[dict], str]], Trajectory]:
+    """An episode without a model: respond(env, observation) -> text. Returns [(messages, text)] and the trajectory."""
+    episode = Episode(env, task, (), Trajectory(task))
+    said, goes_on = [], True
+    while goes_on:
+        text = respond(env, episode.observation)
+        said.append((episode.prompt, text))
+        goes_on = episode.advance([], Generation([], [], False), text)
+    return said, episode.trajectory
 
 
 def malform(response: str, rng: random.Random) -> str:
@@ -65,9 +79,9 @@ def clone(
     accelerator,
     rows: list[Row],
     *,
-    steps: int,
-    batch: int,
-    learning_rate: float,
+    sft_steps: int,
+    sft_batch: int,
+    sft_learning_rate: float,
     weight_decay: float,
     grad_clip: float,
     tokens_per_micro_batch: int,
@@ -78,14 +92,14 @@ def clone(
 
     loss = -sum(logprobs) / num_tokens;   AdamW, warm-up over a tenth of the steps, then linearly to 0
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
-    warm_up = max(1, steps // 10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=sft_learning_rate, weight_decay=weight_decay)
+    warm_up = max(1, sft_steps // 10)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / max(1, steps - warm_up))
+        optimizer, lambda step: min((step + 1) / warm_up, (sft_steps - step) / max(1, sft_steps - warm_up))
     )
     history = []
-    for _ in tqdm(range(steps), desc="cloning", leave=False):
-        chosen = [rows[i] for i in rng.integers(len(rows), size=batch)]
+    for _ in tqdm(range(sft_steps), desc="cloning", leave=False):
+        chosen = [rows[i] for i in rng.integers(len(rows), size=sft_batch)]
         packs = make_packs(chosen, tokens_per_micro_batch, pad, accelerator.device)
         tokens = sum(len(pack.tokens) for pack in packs)
         total = 0.0
@@ -100,3 +114,18 @@ def clone(
         optimizer.zero_grad(set_to_none=True)
         history.append(total)
     return history
+
+
+def clone_policy(run) -> list[float]:
+    """Clone the task's expert or the run's own solved rollouts into its policy, by the settings sft_*; the losses."""
+    c, tasks = run.config, run.env.tasks("train")
+    stream = TaskStream(tasks, digest(c.seed, "cloning"))
+    if c.sft_data == "expert":
+        rng, shown = random.Random(digest(c.seed, "expert")), stream.take(len(tasks))
+        rows = expert_rows(run.env, shown, run.tokenizer, c.sft_episodes, c.expert_noise, c.malformed, rng)
+    else:
+        trajectories = run.play(stream.take(c.sft_episodes), ("cloning",))
+        check_failures(trajectories, c.max_failures)
+        rows = solved_rows(trajectories, run.env.append_only)
+    pad, rng = run.tokenizer.pad_token_id, generator(c.seed, "cloning batches")
+    return clone(run.model, run.accelerator, rows, pad=pad, rng=rng, **numbers_of(clone, c))

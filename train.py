@@ -2,6 +2,7 @@
 
     accelerate launch train.py --method sampo                     # laptop CPU: a tiny agent learns Sokoban in minutes
     accelerate launch train.py --method sampo --model <folder or hub name>
+    accelerate launch train.py --method sampo --resume            # go on where it was killed, to the last bit on CPU
 
 Where this departs from the paper's released code, or decides what the paper leaves open:
 1. Denominators are those of the whole optimizer batch, not of a micro-batch.
@@ -12,85 +13,115 @@ Where this departs from the paper's released code, or decides what the paper lea
 """
 
 import json
-import random
+import math
+import os
 import shutil
 import sys
 import time
-import warnings
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
+from logging import getLogger
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from tqdm import tqdm
 from transformers.utils import logging
 
+import checkpoint
 from advantages import ADVANTAGES
 from config import Config, make_envs, numbers_of, parse
+from diagnostics import COLLAPSE_SIGNS, UPDATE_METRICS, collapse_signs, collapse_warning, engine_gap, sampling_metrics
 from engines import Sampling, TransformersEngine
 from eval import closing_table, evaluate, evaluate_players, panel
 from grpo import add_old_logprobs, make_mini_batches, policy_loss, update_policy
 from losses import SURROGATES
-from plots import plot_curves
+from plots import plot_curves, read_metrics
 from policy import load_policy
+from records import append_step, cut, record_groups
 from rollout import (
     Episode,
     TaskStream,
     Trajectory,
-    check_failures,
     collect_groups,
-    digest,
     encode_prompts,
     generator,
     make_rows,
     run_episodes,
     turn_table,
 )
-from sft import clone, expert_rows, solved_rows
+from sft import clone_policy
 
 SPLITS = ("valid_seen", "valid_unseen")
-UPDATE_METRICS = ("loss", "grad_norm", "kl_ref", "kl_old", "clip_frac", "entropy")  # null at a step without an update
 
 
-def run_folder(config: Config) -> Path:
-    """The folder of a run. ValueError if it exists, unless it is an earlier run's and is to be overwritten."""
-    name = config.name or f"{config.task.rpartition(':')[2]}-{config.method}-seed{config.seed}"
-    folder = Path(config.output) / name
+@contextmanager
+def timed(seconds: dict[str, float], part: str):
+    """Add the wall time of a block to seconds[part]."""
+    start = time.perf_counter()
+    yield
+    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+def check_folder(config: Config) -> Path:
+    """The folder of a run. ValueError if it exists, unless it is an earlier run's, to be overwritten or resumed."""
+    folder = config.folder
     is_run = (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
-    if folder.exists() and not (config.overwrite and is_run):
-        raise ValueError(f"--name {name}: {folder} exists; allowed is a new name, or --overwrite of an earlier run")
+    if folder.exists() and not (is_run and (config.overwrite or config.resume)):
+        raise ValueError(
+            f"--name {folder.name}: {folder} exists; allowed is a new name, or --resume or --overwrite of a run"
+        )
     return folder
 
 
+def make_accelerator(config: Config) -> Accelerator:
+    """One process, no mixed precision. ValueError on what the launcher or a tracker would change in silence."""
+    trackers = [str(tracker) for tracker in get_available_trackers()]
+    if config.log_with and config.log_with not in trackers:
+        raise ValueError(
+            f"--log_with {config.log_with}: allowed are installed trackers, here {', '.join(trackers) or 'none'}"
+        )
+    accelerator = Accelerator(
+        cpu=not config.model or not torch.cuda.is_available(),
+        mixed_precision="no",
+        log_with=config.log_with or None,
+        project_dir=config.folder,
+    )
+    processes, accumulation = accelerator.num_processes, accelerator.gradient_accumulation_steps
+    if processes > 1:
+        raise ValueError(f"num_processes {processes}: allowed is 1 so far; accelerate launch --num_processes 1")
+    if accumulation > 1:
+        raise ValueError(f"gradient_accumulation_steps {accumulation} of accelerate: allowed is 1; see --mini_batch")
+    return accelerator
+
+
 class Run:
-    """What a run holds together: settings, model, engine, environments, and its folder."""
+    """What a run holds together: settings, progress, model, engine, environments, and its folder."""
 
     def __init__(self, config: Config):
         """Build and check everything that can fail before any work starts. ValueError or OSError say what is wrong."""
-        self.config, tiny = config, not config.model
-        self.folder = run_folder(config)
-        if tiny:
+        self.config, self.folder, self.seconds = config, check_folder(config), {}  # seconds since the last log line
+        if not config.model:
             torch.set_num_threads(1)  # a second thread slows a model this small down, by far on a busy machine
         set_seed(config.seed)
-        self.accelerator = Accelerator(cpu=tiny or not torch.cuda.is_available(), mixed_precision="no")
-        processes, accumulation = self.accelerator.num_processes, self.accelerator.gradient_accumulation_steps
-        if processes > 1:
-            raise ValueError(f"num_processes {processes}: allowed is 1 so far; accelerate launch --num_processes 1")
-        if accumulation > 1:
-            raise ValueError(
-                f"gradient_accumulation_steps {accumulation} of accelerate: allowed is 1; see --mini_batch"
-            )
+        self.accelerator = make_accelerator(config)
+        self.checkpoint = checkpoint.newest(self.folder) if config.resume else None
+        self.progress = checkpoint.read_progress(self.checkpoint) if self.checkpoint else checkpoint.Progress()
+        if (self.folder / "results.json").exists() and config.resume and self.progress.step >= config.steps:
+            raise ValueError(f"--resume: {self.folder} is finished; allowed is more than --steps {config.steps}")
         self.envs = make_envs(config, config.groups_per_step * config.group_size)
         self.env = self.envs[0]
         can_show = hasattr(self.env, "expert") and not self.env.append_only
         if config.sft_steps and config.sft_data == "expert" and not can_show:
             raise ValueError(f"--sft_data expert: task {config.task} has none; allowed is rollouts, or --sft_steps 0")
         self.panels = {split: panel(self.env, split, config.eval_levels) for split in SPLITS}
-        self.stream = TaskStream(self.env.tasks("train"), config.seed)
-        model, self.tokenizer = load_policy(config.model, self.env.words(), config.hidden, config.layers, config.dtype)
+        self.stream = TaskStream(self.env.tasks("train"), config.seed, self.progress.position)
+        name = str(self.folder / "reference") if self.checkpoint else config.model
+        model, self.tokenizer = load_policy(name, self.env.words(), config.hidden, config.layers, config.dtype)
         task = self.env.tasks("train")[0]
         length = len(encode_prompts(self.tokenizer, [Episode(self.env, task, (), Trajectory(task))])[0])
         if length > config.max_prompt_tokens:
@@ -99,13 +130,26 @@ class Run:
             )
         self.model = self.accelerator.prepare(model)
         self.engine = TransformersEngine(self.model, self.tokenizer)
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True)
-        (self.folder / "config.json").write_text(json.dumps(asdict(config), indent=1))
-        (self.folder / "metrics.jsonl").touch()
+        self._open_folder()
 
-    def play(self, tasks: list[str], key: tuple) -> list:
+    def _open_folder(self) -> None:
+        """A new folder, or that of a run to go on with, its files cut to where its checkpoint was."""
+        metrics, rollouts = self.folder / "metrics.jsonl", self.folder / "rollouts.jsonl.gz"
+        if self.checkpoint:
+            print(f"going on from {self.checkpoint}", file=sys.stderr)
+            cut(metrics, self.progress.metrics_size)
+            cut(rollouts, self.progress.rollouts_size)
+        else:
+            if self.folder.exists():
+                if self.config.resume:
+                    print(f"no complete checkpoint in {self.folder}: starting anew", file=sys.stderr)
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True)
+            metrics.touch()
+        (self.folder / "config.json").write_text(json.dumps(asdict(self.config), indent=1))
+        self.accelerator.init_trackers("sampo", asdict(self.config))
+
+    def play(self, tasks: list[str], key: tuple) -> list[Trajectory]:
         """Episodes of the policy on tasks, as in training; task i samples with the seeds of (seed, *key, i)."""
         c = self.config
         sampling = Sampling(c.temperature, c.max_response_tokens)
@@ -116,148 +160,187 @@ class Run:
         """One episode on each task of a held-out panel."""
         return evaluate(self.engine, self.tokenizer, self.envs, self.panels[split], self.config)
 
-    def save(self) -> None:
-        """The model in Hugging Face layout, and curves.png."""
-        self.accelerator.unwrap_model(self.model).save_pretrained(self.folder / "model")
-        self.tokenizer.save_pretrained(self.folder / "model")
-        plot_curves(self.folder, f"{self.config.task} · {self.config.method} · seed {self.config.seed}")
+    def evaluate_step(self, metrics: dict) -> None:
+        """Add the results on the held-out panel valid_seen to the metrics of a step; those of step 0 are at hand."""
+        after = self.progress.results["after RL"]
+        if metrics["step"]:
+            with timed(self.seconds, "evaluation"):
+                after["valid_seen"] = self.evaluate("valid_seen")
+        metrics |= {f"eval/{name}": value for name, value in after["valid_seen"].items()}
+
+    def save_model(self, name: str) -> None:
+        """The model and its tokenizer in Hugging Face layout."""
+        self.accelerator.unwrap_model(self.model).save_pretrained(self.folder / name)
+        self.tokenizer.save_pretrained(self.folder / name)
+
+    def log(self, file, metrics: dict) -> None:
+        """Write the line of a step, with where its seconds went, and note how far the run is."""
+        progress = self.progress
+        for part, value in self.seconds.items():
+            metrics[f"seconds/{part}"] = value
+            progress.seconds[part] = progress.seconds.get(part, 0.0) + value
+        self.seconds.clear()
+        finite = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        file.write(json.dumps(dict.fromkeys(metrics) | finite) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+        self.accelerator.log(finite, metrics["step"])
+        progress.step, progress.position, progress.metrics_size = metrics["step"], self.stream.position, file.tell()
 
 
-def clone_policy(run: Run) -> list[float]:
-    """Behaviour cloning by the settings sft_*, of the task's expert or of own solved rollouts; the loss by step."""
-    c = run.config
-    tasks = run.env.tasks("train")
-    stream = TaskStream(tasks, digest(c.seed, "cloning"))
-    if c.sft_data == "expert":
-        rng = random.Random(digest(c.seed, "expert"))
-        shown = stream.take(len(tasks))
-        rows = expert_rows(run.env, shown, run.tokenizer, c.sft_episodes, c.expert_noise, c.malformed, rng)
-    else:
-        trajectories = run.play(stream.take(c.sft_episodes), ("cloning",))
-        check_failures(trajectories, c.max_failures)
-        rows = solved_rows(trajectories, run.env.append_only)
-    return clone(
-        run.model,
-        run.accelerator,
-        rows,
-        steps=c.sft_steps,
-        batch=c.sft_batch,
-        learning_rate=c.sft_learning_rate,
-        weight_decay=c.weight_decay,
-        grad_clip=c.grad_clip,
-        tokens_per_micro_batch=c.tokens_per_micro_batch,
-        pad=run.tokenizer.pad_token_id,
-        rng=generator(c.seed, "cloning batches"),
-    )
+def sample_step(run: Run, step: int) -> tuple[list, list, dict[str, float]]:
+    """Groups to train on, by dynamic sampling where the method has it; all groups that were sampled; their metrics."""
+    c, everything = run.config, []
 
-
-def sample_step(run: Run, step: int) -> tuple[list, dict[str, float]]:
-    """Groups of one step, by dynamic sampling where the method has it, and what was seen before the filter."""
-    c = run.config
-
-    def sample(attempt: int) -> list[list]:
+    def sample(attempt: int) -> list[list[Trajectory]]:
         tasks = run.stream.take(c.groups_per_step)
         each = [task for task in tasks for _ in range(c.group_size)]
         played = run.play(each, (step, attempt))
-        return [played[i : i + c.group_size] for i in range(0, len(played), c.group_size)]
+        groups = [played[i : i + c.group_size] for i in range(0, len(played), c.group_size)]
+        everything.extend(groups)
+        return groups
 
     settings = numbers_of(collect_groups, c) | {"dynamic_sampling": c.dynamic_sampling and step > c.filter_cold_start}
-    return collect_groups(sample, c.groups_per_step, **settings)
+    groups, counts = collect_groups(sample, c.groups_per_step, **settings)
+    return groups, everything, sampling_metrics(everything) | counts
+
+
+def weigh(run: Run, groups: list, reference, packs: list) -> tuple[bool, dict[str, float]]:
+    """Give every turn and every sampled token its entropy and its advantage; whether any advantage differs from 0."""
+    c, turns = run.config, [turn for group in groups for trajectory in group for turn in trajectory.turns]
+    entropy = add_old_logprobs(run.model, reference, packs, c.temperature, len(turns))  # [N]
+    advantage = ADVANTAGES[c.advantage]
+    advantages = advantage(turn_table(groups, entropy, c.inadmissible_is_invalid), **numbers_of(advantage, c))  # [N]
+    for i, turn in enumerate(turns):
+        turn.entropy, turn.advantage = float(entropy[i]), float(advantages[i])
+    for pack in packs:
+        pack.advantages = torch.as_tensor(advantages, dtype=torch.float32, device=pack.sequence.device)[pack.sequence]
+    return bool(advantages.any()), {"entropy": float(entropy.mean())} | engine_gap(packs)
 
 
 def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
     """One rollout and its updates, none where no advantage differs from 0; returns the metrics of the step."""
-    c = run.config
-    start = time.perf_counter()
-    groups, metrics = sample_step(run, step)
-    metrics["seconds/rollout"] = time.perf_counter() - start
-    start = time.perf_counter()
+    c, pad, device = run.config, run.tokenizer.pad_token_id, run.accelerator.device
+    with timed(run.seconds, "rollout"):
+        groups, everything, metrics = sample_step(run, step)
+    metrics["rate/rollout"] = metrics["sampled_tokens"] / run.seconds["rollout"]
+    metrics |= dict.fromkeys(UPDATE_METRICS) | {"tokens": 0, "updates": 0, "skipped_updates": 0}
     rows = make_rows(groups, run.env.append_only)
-    metrics |= dict.fromkeys(UPDATE_METRICS) | {"tokens": 0, "updates": 0, "skipped_updates": 0, "seconds/update": 0.0}
-    if not rows:
-        return metrics
-    pad, device = run.tokenizer.pad_token_id, run.accelerator.device
-    rng = generator(c.seed, "mini-batches", step)
-    batches = make_mini_batches(rows, c.mini_batch, c.tokens_per_micro_batch, pad, rng, device)
-    packs = [pack for batch in batches for pack in batch]
-    num_turns = sum(len(trajectory.turns) for group in groups for trajectory in group)
-    entropy = add_old_logprobs(run.model, reference, packs, c.temperature, num_turns)
-    metrics["entropy"] = float(entropy.mean())
-    advantage, surrogate = ADVANTAGES[c.advantage], SURROGATES[c.surrogate]
-    advantages = advantage(turn_table(groups, entropy, c.inadmissible_is_invalid), **numbers_of(advantage, c))
-    if advantages.any():
-        for pack in packs:
-            pack.advantages = torch.as_tensor(advantages, dtype=torch.float32, device=device)[pack.sequence]
-        loss = partial(policy_loss, partial(surrogate, **numbers_of(surrogate, c)), **numbers_of(policy_loss, c))
+    batches = make_mini_batches(
+        rows, c.mini_batch, c.tokens_per_micro_batch, pad, generator(c.seed, "mini-batches", step), device
+    )
+    differ = False
+    if rows:
+        with timed(run.seconds, "weighing"):
+            differ, seen = weigh(run, groups, reference, [pack for batch in batches for pack in batch])
+        metrics |= seen
+    if differ:
+        surrogate = partial(SURROGATES[c.surrogate], **numbers_of(SURROGATES[c.surrogate], c))
+        loss = partial(policy_loss, surrogate, **numbers_of(policy_loss, c))
         settings = numbers_of(update_policy, c) | {"backward": run.accelerator.backward}
-        metrics |= update_policy(run.model, optimizer, batches, loss, **settings)
+        with timed(run.seconds, "update"):
+            metrics |= update_policy(run.model, optimizer, batches, loss, **settings)
         metrics["tokens"] = sum(len(row.sampled) for row in rows)
-    return metrics | {"seconds/update": time.perf_counter() - start}
+        metrics["rate/update"] = c.epochs * metrics["tokens"] / run.seconds["update"]
+    with timed(run.seconds, "recording"):
+        rng = generator(c.seed, "records", step)
+        lines = record_groups(everything, c.record_groups, rng, run.env, run.tokenizer, step)
+        run.progress.rollouts_size = append_step(run.folder / "rollouts.jsonl.gz", lines)
+    return metrics
 
 
-def train(run: Run, cloned: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
-    """The loop: a step, its log line, an evaluation now and then. `cloned` is that of step 0; returns the last.
+def reason_to_stop(run: Run, history: list[dict], signals: list[int]) -> str:
+    """Why training ends behind the last step of history before its time; empty if it does not."""
+    c, spent = run.config, run.progress.seconds
+    if signals:
+        return f"signal {signals[0]}"
+    used = sum(run.seconds.values()) + sum(spent.values()) - spent.get("cloning", 0.0)
+    if 0 < 60 * c.max_minutes < used:
+        return f"max_minutes {c.max_minutes} reached"
+    if c.stop_on_collapse and any(history[-1][f"collapse/{sign}"] for sign in COLLAPSE_SIGNS):
+        return "collapse"
+    return ""
 
-    Adds to `seconds` where the time went. RuntimeError after three steps in a row of non-finite gradients alone.
+
+def train(run: Run) -> int:
+    """The loop from where the run stands: a step, its line, an evaluation and a checkpoint now and then.
+
+    Returns 0, or the signal that asked it to stop. RuntimeError after three steps in a row of non-finite gradients
+    alone; OSError where a file cannot be written.
     """
-    c = run.config
+    c, progress, path = run.config, run.progress, run.folder / "metrics.jsonl"
     reference = deepcopy(run.model).requires_grad_(False)
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=c.learning_rate, weight_decay=c.weight_decay)
     optimizer = run.accelerator.prepare(optimizer)
-    start, broken, late, result = time.perf_counter(), 0, False, cloned
-    with open(run.folder / "metrics.jsonl", "w", buffering=1) as log, tqdm(range(c.steps + 1), desc=c.method) as bar:
+    if run.checkpoint:
+        run.accelerator.load_state(str(run.checkpoint))
+    history, todo = read_metrics(path), range(progress.step + 1, c.steps + 1)
+    bar = tqdm(todo, c.method, initial=todo.start, total=todo.stop)
+    with open(path, "a") as log, bar, checkpoint.noted_signals() as signals:
         for step in bar:
-            metrics = {"step": step}
-            if step:
-                metrics |= train_step(run, reference, optimizer, step)
-                seconds["rollout"] += metrics["seconds/rollout"]
-                seconds["update"] += metrics["seconds/update"]
-                broken = broken + 1 if metrics["skipped_updates"] > metrics["updates"] == 0 else 0
-                late = 0 < 60 * c.max_minutes < time.perf_counter() - start
-            due = step % c.eval_every == 0 or step == c.steps or late
-            if due and step:
-                begin = time.perf_counter()
-                result = run.evaluate("valid_seen")
-                seconds["evaluation"] += time.perf_counter() - begin
-            if due:
-                metrics |= {f"eval/{name}": value for name, value in result.items()}
-            print(json.dumps({k: None if v != v else v for k, v in metrics.items()}), file=log)
-            bar.set_postfix(train=f"{metrics.get('train/success', 0):.2f}", held_out=f"{result['success']:.2f}")
-            if broken == 3:
+            metrics = {"step": step} | (train_step(run, reference, optimizer, step) if step else {})
+            history.append(metrics)
+            metrics |= collapse_signs(history)
+            if warning := collapse_warning(history):
+                tqdm.write(warning, file=sys.stderr)
+            stop = reason_to_stop(run, history, signals)
+            due = bool(stop) or step == c.steps
+            if not signals and (due or step % c.eval_every == 0):
+                run.evaluate_step(metrics)
+            run.log(log, metrics)
+            held_out = progress.results["after RL"]["valid_seen"]["success"]
+            bar.set_postfix(train=f"{metrics.get('train/success', 0):.2f}", held_out=f"{held_out:.2f}")
+            if due or step % c.save_every == 0:
+                with timed(run.seconds, "saving"):
+                    checkpoint.save(run.accelerator, run.folder, progress)
+            if len(history) > 3 and all(m["skipped_updates"] > m["updates"] == 0 for m in history[-3:]):
                 raise RuntimeError(f"step {step}: every gradient of the last 3 steps was non-finite; see {run.folder}")
-            if late:
-                tqdm.write(f"stopped at step {step} of {c.steps}: max_minutes {c.max_minutes} reached")
+            if stop:
+                tqdm.write(f"stopped at step {step} of {c.steps}: {stop}", file=sys.stderr)
                 break
-    return result
+    return signals[0] if signals else 0
+
+
+def start(run: Run) -> None:
+    """What comes before the first step: the players to compare with, cloning, and the reference of the KL."""
+    c, results = run.config, run.progress.results
+    results |= evaluate_players(run.env, run.panels, c.seed)
+    if c.sft_steps:
+        with timed(run.seconds, "cloning"):
+            run.progress.cloning_loss = clone_policy(run)[-1]
+    results["after cloning"] = {split: run.evaluate(split) for split in SPLITS}
+    results["after RL"] = {"valid_seen": results["after cloning"]["valid_seen"]}
+    run.save_model("reference")
 
 
 def main(argv: list[str] | None = None) -> dict[str, dict]:
     """Run everything; returns the results by policy and panel."""
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
     logging.disable_progress_bar()
+    getLogger("accelerate").setLevel("ERROR")  # it warns of a tied head at every checkpoint, and loads it well
     config = parse(argv)
     try:
         run = Run(config)
     except (ValueError, OSError) as error:
         print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    start = time.perf_counter()
-    seconds = dict.fromkeys(("cloning", "rollout", "update", "evaluation"), 0.0)
-    results = evaluate_players(run.env, run.panels, config.seed)
-    begin = time.perf_counter()
-    cloning_loss = clone_policy(run) if config.sft_steps else []
-    seconds["cloning"] = time.perf_counter() - begin
-    results["after cloning"] = {split: run.evaluate(split) for split in SPLITS}
+    progress, results = run.progress, run.progress.results
+    began = time.perf_counter() - sum(progress.seconds.values())
     try:
-        last = train(run, results["after cloning"]["valid_seen"], seconds)
-    finally:  # an interrupted run keeps its model and its curves
-        run.save()
-    results["after RL"] = {"valid_seen": last, "valid_unseen": run.evaluate("valid_unseen")}
-    total = time.perf_counter() - start
-    report = {"results": results, "seconds": seconds | {"total": total}, "cloning_loss": cloning_loss[-1:]}
+        if not run.checkpoint:
+            start(run)
+        stopped = train(run)
+    except OSError as error:
+        sys.exit(f"train.py: {error}")
+    run.save_model("model")
+    plot_curves(run.folder, f"{config.task} · {config.method} · seed {config.seed}")
+    run.accelerator.end_training()
+    if stopped:
+        sys.exit(128 + stopped)
+    results["after RL"]["valid_unseen"] = run.evaluate("valid_unseen")
+    report = {"results": results, "seconds": progress.seconds, "cloning_loss": progress.cloning_loss}
     (run.folder / "results.json").write_text(json.dumps(report, indent=1))
-    print(closing_table(results, seconds, total))
-    print(f"\n{run.folder}: config.json, metrics.jsonl, curves.png, results.json, model/")
+    print(closing_table(results, progress.seconds, time.perf_counter() - began))
+    print(f"\n{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir()))}")
     return results
 
 

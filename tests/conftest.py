@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from policy import tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 WORDS = "a b c d e f g <think> </think> <action> </action> up".split()
 

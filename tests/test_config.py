@@ -9,7 +9,7 @@ import pytest
 import eval as evaluation
 import train
 from advantages import ADVANTAGES, gigpo
-from config import LIMITS, Config, numbers_of, parse, resolve
+from config import Config, numbers_of, parse, resolve
 from envs.sokoban import Sokoban
 from grpo import METHODS
 from losses import SURROGATES, ppo_clip, sapo
@@ -22,31 +22,31 @@ WRONG = {  # command line: what the one line must hold
     "--mehtod sampo": ["--mehtod", "--method"],
     "--meth sampo": ["--meth", "no such flag"],
     "--steps ten": ["--steps", "'ten'", "int"],
-    "--steps -1": ["--steps -1", "0 to 1000000"],
-    "--learning_rate nan": ["--learning_rate nan", "0.0 to 1.0"],
-    "--learning_rate 2": ["--learning_rate 2.0", "0.0 to 1.0"],
-    "--temperature 0": ["--temperature 0.0", "0.001"],
-    "--eval_top_p 1.5": ["--eval_top_p 1.5", "1.0"],
+    "--steps -1": ["--steps -1", "0..1e6"],
+    "--learning_rate nan": ["--learning_rate nan", "0..1"],
+    "--learning_rate 2": ["--learning_rate 2.0", "0..1"],
+    "--temperature 0": ["--temperature 0.0", "1e-3.."],
+    "--eval_top_p 1.5": ["--eval_top_p 1.5", "..1"],
     "--aggregation mean": ["--aggregation", "'mean'", "token-mean"],
     "--group_size 1": ["--group_size 1", "at least 2", "dynamic sampling"],
     "--penalty_scope turn_local": ["--penalty_scope turn_local", "--baseline turn"],
     "--dual_clip 0.5": ["--dual_clip 0.5", "above 1"],
     "--hidden 40": ["--hidden 40", "multiples of 16"],
     "--std maybe": ["--std", "maybe", "true/false"],
-    "--mini_batch 0": ["--mini_batch 0", "1 to"],
-    "--gamma 1.01": ["--gamma 1.01", "0.0 to 1.0"],
+    "--mini_batch 0": ["--mini_batch 0", "1.."],
+    "--gamma 1.01": ["--gamma 1.01", "0..1"],
     "--task tetris": ["task 'tetris'", "sokoban", "path.py:Class"],
     "--task missing.py:Game": ["task 'missing.py:Game'", "no file missing.py"],
     "--eval_levels 5000": ["--eval_levels 5000", "1 to 512"],
     "--min_solution 9 --max_solution 8": ["min_solution 9", "max_solution 8", "max_turns"],
     "--max_solution 20": ["max_solution 20", "max_turns 12"],
     "--prompt_style words": ["--max_prompt_tokens 128", "and up"],
-    "--size 3": ["--size 3", "4 to 100"],
+    "--size 3": ["--size 3", "4..100"],
     "--name a/b": ["--name 'a/b'", "name of a folder"],
     "--name ..": ["--name '..'", "name of a folder"],
     "--size 8 --boxes 2": ["size 8, boxes 2", "10,000 states"],
     "--model /no/such/model": ["/no/such/model"],
-    "--seed -3": ["--seed -3", "0 to"],
+    "--seed -3": ["--seed -3", "0.."],
     "extra": ["extra", "no such flag"],
 }
 
@@ -80,9 +80,36 @@ def test_a_folder_is_not_overwritten_unasked_and_never_if_it_is_no_run(tmp_path,
         ("--run nowhere", ["nowhere", "config.json"]),
         ("--run qwen", ["qwen", "not that of a run"]),
         ("--split test", ["split 'test'", "valid_seen"]),
+        ("--split nowhere", ["split 'nowhere'", "valid_unseen"]),
         ("--eval_levels 9999", ["--eval_levels 9999", "512"]),
-        ("--eval_temperature -1", ["--eval_temperature -1.0", "0.0"]),
+        ("--eval_temperature -1", ["--eval_temperature -1.0", "0.."]),
         ("--verbose", ["--verbose", "no such flag"]),
+        ("--task sokoban", ["--task sokoban", "without --run"]),
+        ("--env sokoban", ["--task sokoban", "without --run"]),
+        ("--model some/model", ["--model some/model", "without --run"]),
+        ("--recipe paper", ["--recipe paper", "without --run"]),
+        ("--checkpoint 7", ["--checkpoint 7", "none so far"]),
+        ("--checkpoint last", ["--checkpoint", "'last'", "int"]),
+        ("--samples 0", ["--samples 0", "1 to 10000"]),
+        ("--samples 10001", ["--samples 10001", "1 to 10000"]),
+        ("--samples two", ["--samples", "'two'", "int"]),
+        ("--pass_k 3 --samples 2", ["--pass_k 3", "1 to 2", "--samples"]),
+        ("--pass_k 1,2", ["--pass_k 1,2", "1 to 1", "--samples"]),
+        ("--pass_k x", ["--pass_k x", "1 to 1"]),
+        ("--pass_k 0", ["--pass_k 0", "1 to 1"]),
+        ("--pass_k 1,", ["--pass_k 1,", "1 to 1"]),
+        ("--pass_k 2 --samples 4 --eval_temperature 0", ["--pass_k 2", "greedy"]),
+        ("--pass_k 1,4 --samples 4 --eval_top_k 1", ["--pass_k 4", "greedy"]),
+        ("--format yaml", ["--format", "'yaml'", "markdown"]),
+        ("--records config.json", ["--records config.json", "new file"]),
+        ("--records no/such/folder", ["--records no/such/folder", "a folder that exists"]),
+        ("--show 0", ["--show 0", "1 to 10000"]),
+        ("--show 2", ["rollouts.jsonl.gz"]),
+        ("--html", ["rollouts.jsonl.gz"]),
+        ("--at_step 3", ["--at_step 3", "--show or --html"]),
+        ("--show 2 --samples 4", ["--samples 4", "--show", "plays nothing"]),
+        ("--html --checkpoint 4", ["--checkpoint 4", "--html", "plays nothing"]),
+        ("--seed 1", ["--run", "model is not there yet"]),
     ],
 )
 def test_wrong_invocations_of_eval(line, parts, tmp_path, capsys, monkeypatch):
@@ -112,9 +139,13 @@ def test_a_choice_is_checked_in_code_too():
         Config(surrogate="gpso")
 
 
-def test_every_number_has_limits_and_every_limit_a_field():
-    numbers = {item.name for item in fields(Config) if item.type in (int, float)}
-    assert numbers == set(LIMITS)
+def test_every_number_has_limits_and_its_default_keeps_them():
+    for item in fields(Config):
+        limits = item.metadata.get("metavar")
+        assert (item.type in (int, float)) == bool(limits), item.name
+        if limits:
+            low, high = map(float, limits.split(".."))
+            assert low <= item.default <= high, item.name
 
 
 def test_the_command_line_wins_over_recipe_over_method_over_default():

@@ -20,6 +20,7 @@ OPEN = {  # numbers with which nothing is clipped
     "gspo": {"clip_low": 1e6, "clip_high": 1e6},
 }
 PLAIN = {"max_response_tokens": 9, "seq_mask": False, "delta": 0.1, "kl_coef": 0.0, "kl_estimator": "k3"}
+PLAIN["entropy_threshold"] = 0.5
 
 
 class Recorder:
@@ -53,6 +54,7 @@ def fill(mini_batches):
         pack.advantages = torch.cos(turn.float())
         pack.old_logprobs = -1.5 + 0.3 * torch.sin(turn + 2.0 * position)
         pack.ref_logprobs = -1.8 + 0.2 * torch.cos(3 * turn + 1.0 * position)
+        pack.entropy = 0.5 + 0.2 * torch.sin(5 * turn + 1.0 * position)
 
 
 def gradient(model, rows, surrogate, aggregation, tokens_per_micro_batch, order_seed=0):
@@ -239,7 +241,7 @@ def hand_made():
     pack = Pack(*[torch.zeros(1)] * 6, torch.tensor([0, 0, 1]))
     pack.old_logprobs = torch.tensor([-1.0, -1.0, -2.0])
     pack.ref_logprobs = torch.tensor([-0.7, -0.7, -1.0])
-    pack.advantages = torch.tensor([-1.0, -1.0, 2.0])
+    pack.advantages, pack.entropy = torch.tensor([-1.0, -1.0, 2.0]), torch.tensor([0.3, 0.6, 0.9])
     logprobs = torch.tensor([-1.2, -1.2, -2.0], requires_grad=True)
     return logprobs, torch.tensor([0.3, 0.6, 0.9], requires_grad=True), pack
 

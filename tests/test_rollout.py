@@ -274,7 +274,7 @@ def test_attempts_go_on_until_the_step_is_full_and_surplus_is_dropped():
     kept, stats = collect_groups(sample, 4, dynamic_sampling=True, max_tries=3)
     assert calls == [0, 1]
     assert [g[0] is good[i][0] for i, g in enumerate(kept)] == [True] * 4
-    assert (stats["tries"], stats["groups_kept"], stats["episodes"]) == (2, 4, 16)
+    assert stats == {"tries": 2, "groups_kept": 4, "failed": 0}
 
 
 def test_at_the_cap_what_was_kept_is_trained_on_be_it_nothing():
@@ -283,9 +283,7 @@ def test_at_the_cap_what_was_kept_is_trained_on_be_it_nothing():
     assert calls == [0, 1, 2] and len(kept) == 1
     sample, calls = sampler([group(0, 0), group(1, 1)])
     kept, stats = collect_groups(sample, 2, dynamic_sampling=True, max_tries=3)
-    assert calls == [0, 1, 2] and kept == []
-    assert stats["train/success"] == 0.5  # before the filter
-    assert (stats["train/all_pass"], stats["train/all_fail"]) == (0.5, 0.5)
+    assert calls == [0, 1, 2] and kept == [] and stats == {"tries": 3, "groups_kept": 0, "failed": 0}
 
 
 def test_fill_uniform_fills_the_gap_in_order():
@@ -306,24 +304,13 @@ def test_failed_episodes_are_left_out_and_too_many_stop_the_run():
     sample, _ = sampler([group(1, 0, 0, 0, error=(0,)), group(1, 0, 0, 0)])
     kept, stats = collect_groups(sample, 2, dynamic_sampling=False)
     assert [len(g) for g in kept] == [3, 4]
-    assert stats["failed"] == 1 and stats["episodes"] == 7 and stats["train/success"] == pytest.approx(1 / 7)
+    assert stats == {"tries": 1, "groups_kept": 2, "failed": 1}
     sample, _ = sampler([group(1, 0, 0, error=(0,))])
     with pytest.raises(RuntimeError, match="1 of 3 episodes failed, max_failures 0.2; first: crash"):
         collect_groups(sample, 1, dynamic_sampling=False)
     sample, _ = sampler([group(1, 0, error=(0, 1))])
     with pytest.raises(RuntimeError, match="2 of 2 episodes failed"):
         collect_groups(sample, 1, dynamic_sampling=False, max_failures=1.0)
-
-
-def test_identical_members_are_reported():
-    # two of three say the same in a group of three, none in a group of two that differ: mean of 1 - 2/3 and 0
-    one, other = group(1, 0, 0), group(1, 0)
-    for i, text in enumerate(("a", "a", "b")):
-        one[i].turns = [Turn([1], [2], [0.0], text, 0, None, False, False, 0.0)]
-    for i, text in enumerate(("a", "b")):
-        other[i].turns = [Turn([1], [2], [0.0], text, 0, None, False, False, 0.0)]
-    _, stats = collect_groups(lambda attempt: [one, other], 2, dynamic_sampling=False)
-    assert stats["duplicates"] == pytest.approx((1 / 3 + 0) / 2)
 
 
 def test_every_use_has_draws_of_its_own():

@@ -8,9 +8,10 @@ from accelerate import Accelerator
 
 from envs import parse_think_action
 from envs.sokoban import Sokoban
-from policy import Row, tiny_model, tiny_tokenizer
+from policy import Row
 from rollout import Trajectory, Turn
 from sft import clone, expert_rows, malform, solved_rows
+from tiny import tiny_model, tiny_tokenizer
 
 RIGHT = "<think> push left </think> <action> up </action>"
 
@@ -56,7 +57,8 @@ def test_own_rollouts_are_cloned_token_by_token_if_they_succeeded():
     turn = Turn([5, 6], [7, 8, 1], [-1.0] * 3, "", 0, "up", True, True, 0.0)
     won, lost = Trajectory("a", [turn], success=True), Trajectory("b", [turn])
     crashed = Trajectory("c", [turn], success=True, error="crash")
-    assert solved_rows([lost, won, crashed], append_only=False) == [Row([5, 6, 7, 8, 1], [2, 3, 4], [0, 0, 0])]
+    expected = Row([5, 6, 7, 8, 1], [2, 3, 4], [0, 0, 0], [-1.0, -1.0, -1.0])
+    assert solved_rows([lost, won, crashed], append_only=False) == [expected]
     with pytest.raises(RuntimeError, match="none of 2 own rollouts succeeded"):
         solved_rows([lost, crashed], append_only=False)
 
@@ -68,9 +70,9 @@ def test_cloning_fits_the_demonstrations():
         model,
         Accelerator(cpu=True),
         rows,
-        steps=60,
-        batch=32,
-        learning_rate=1e-2,
+        sft_steps=60,
+        sft_batch=32,
+        sft_learning_rate=1e-2,
         weight_decay=0.0,
         grad_clip=1.0,
         tokens_per_micro_batch=400,  # two micro-batches of 16 rows at most

@@ -13,7 +13,7 @@ import pytest
 import envs
 from envs import Observation, make, parse_think_action
 from envs.sokoban import MOVES, SPLITS, Sokoban, distances, generate, inside, move, room_key, split_of, state_key
-from policy import tiny_tokenizer
+from tiny import tiny_tokenizer
 
 DEFAULT = Sokoban().level
 DATA = Path(os.environ.get("SAMPO_DATA", Path(__file__).parents[1] / "../shared/data"))

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import eval as evaluation
 import train
 from config import parse
+from diagnostics import UPDATE_METRICS, sampling_metrics
 from engines import Sampling
 from grpo import METHODS
 from plots import read_metrics
@@ -68,6 +69,8 @@ def test_metrics_have_a_line_a_step_and_every_name_is_in_the_readme(finished):
     assert metrics[0]["eval/success"] == results["after cloning"]["valid_seen"]["success"]
     assert metrics[3]["eval/success"] == results["after RL"]["valid_seen"]["success"]
     assert all(set(m) >= REQUIRED for m in metrics[1:])
+    trained = [m for m in metrics[1:] if m["updates"]]
+    assert trained and all(isinstance(m[name], float | int) for m in trained for name in UPDATE_METRICS)
     readme = (Path(train.__file__).parent / "README.md").read_text()
     assert all(f"`{name}`" in readme for m in metrics for name in m)
 
@@ -105,8 +108,8 @@ def small(tmp_path):
 
 def test_no_two_draws_of_a_run_share_a_seed(small):
     for step in (1, 2):
-        groups, stats = train.sample_step(small, step)
-        assert stats["tries"] == 2 and groups == []  # an untrained policy fails everywhere
+        groups, everything, stats = train.sample_step(small, step)
+        assert (stats["tries"], groups, len(everything)) == (2, [], 2 * 2)  # an untrained policy fails everywhere
     small.play(["train/0"] * 3, ("cloning",))
     small.evaluate("valid_seen")
     assert len(set(small.engine.seeds)) == len(small.engine.seeds) > 2 * 2 * 6 * 12
@@ -131,7 +134,7 @@ def test_each_turn_trains_with_its_own_advantage(small, monkeypatch):
     monkeypatch.setitem(train.ADVANTAGES, "gigpo", lambda turns: 1.0 + np.arange(len(turns.turn)))
     monkeypatch.setattr(train, "update_policy", update)
     groups = [small.play(["train/0"] * 3, ("a",)), small.play(["train/1"] * 3, ("b",))]
-    monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, {}))
+    monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, groups, sampling_metrics(groups)))
     train.train_step(small, small.model, None, 1)
     turns = [turn for group in groups for trajectory in group for turn in trajectory.turns]
     seen = {}
@@ -147,7 +150,7 @@ def test_a_step_whose_advantages_are_all_zero_changes_nothing(small, monkeypatch
     """Without dynamic sampling uniform groups come this far; Adam would scale their rounding errors to full steps."""
     monkeypatch.setitem(train.ADVANTAGES, "gigpo", lambda turns: np.zeros(len(turns.turn)))
     groups = [small.play(["train/0"] * 3, ("a",))]
-    monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, {}))
+    monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, groups, sampling_metrics(groups)))
     metrics = train.train_step(small, small.model, None, 1)  # an update would need the optimizer
     assert (metrics["updates"], metrics["loss"]) == (0, None) and metrics["entropy"] > 0
 
@@ -195,6 +198,7 @@ def test_a_step_without_an_informative_group_is_skipped(tmp_path):
     _, folder = run(tmp_path, "--sft_steps", "0", "--max_tries", "2")
     for m in read_metrics(folder / "metrics.jsonl")[1:]:
         assert (m["updates"], m["tries"], m["train/all_fail"], m["loss"], m["tokens"]) == (0, 2, 1.0, None, 0)
+        assert all(m[name] is None for name in UPDATE_METRICS)
 
 
 def test_own_rollouts_can_be_cloned(finished, tmp_path):

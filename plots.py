@@ -41,7 +41,9 @@ STYLES = {
     "sampo": ("#0072B2", "-"),
     "sampo_released": ("#0072B2", "-."),
 }
-BOOKKEEPING = {"seed", "name", "output", "overwrite", "max_minutes"}  # settings that change no curve's meaning
+# Settings that change no curve's meaning.
+BOOKKEEPING = set("seed name output overwrite resume steps max_minutes eval_every save_every record_groups".split())
+BOOKKEEPING |= {"log_with", "stop_on_collapse"}
 FIGURES = {
     1: ("train/success", "eval/success"),
     2: ("train/success", "kl_old", "kl_ref", "grad_norm", "format_valid"),
@@ -267,7 +269,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
             figure = draw_shares(groups) if number == 3 else draw_figure(groups, FIGURES[number])
             paths.append(args.output / f"figure{number}.png")
             for axis in figure.axes:
-                axis.xaxis.get_major_locator().set_params(integer=True)
+                axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
                 if axis.axison and not axis.has_data():
                     axis.text(0.5, 0.5, "no data", transform=axis.transAxes, ha="center", va="center")
             figure.savefig(paths[-1], dpi=110)

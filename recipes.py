@@ -16,7 +16,7 @@ NUMBERS = {
 }
 EXCEPTIONS = {
     "webshop paper": {"gspo": {"clip_low": 3e-2, "clip_high": 4e-2}},
-    "tir_math paper": {
+    "tir_math paper": {  # for a ratio per trajectory
         "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
         "cispo": {"clip_low": 1.0, "clip_high": 0.28},
         "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
@@ -103,7 +103,6 @@ RECIPES = {
         "group_size": 5,
         "groups_per_step": 512,
         "mini_batch": 640,  # 128 prompts of 5 trajectories, a row each
-        "sequence": "trajectory",
         "penalty": 0.0,  # Table 6 lists .1; a turn without code or answer masks its trajectory instead
         "kl_coef": 0.0,
         "max_turns": 5,

@@ -226,22 +226,20 @@ def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
     metrics["rate/rollout"] = metrics["sampled_tokens"] / run.seconds["rollout"]
     metrics |= dict.fromkeys(UPDATE_METRICS) | {"tokens": 0, "updates": 0, "skipped_updates": 0}
     rows = make_rows(groups, run.env.append_only)
-    batches = make_mini_batches(
-        rows, c.mini_batch, c.tokens_per_micro_batch, pad, generator(c.seed, "mini-batches", step), device
-    )
-    differ = False
-    if rows:
-        with timed(run.seconds, "weighing"):
-            differ, seen = weigh(run, groups, reference, [pack for batch in batches for pack in batch])
-        metrics |= seen
-    if differ:
-        surrogate = partial(SURROGATES[c.surrogate], **numbers_of(SURROGATES[c.surrogate], c))
-        loss = partial(policy_loss, surrogate, **numbers_of(policy_loss, c))
-        settings = numbers_of(update_policy, c) | {"backward": run.accelerator.backward}
-        with timed(run.seconds, "update"):
+    rng = generator(c.seed, "mini-batches", step)
+    batches = make_mini_batches(rows, c.mini_batch, c.tokens_per_micro_batch, pad, rng, device)
+    with timed(run.seconds, "weighing"):
+        packs = [pack for batch in batches for pack in batch]
+        differ, seen = weigh(run, groups, reference, packs) if rows else (False, {})
+    metrics |= seen
+    with timed(run.seconds, "update"):
+        if differ:
+            surrogate = partial(SURROGATES[c.surrogate], **numbers_of(SURROGATES[c.surrogate], c))
+            loss = partial(policy_loss, surrogate, **numbers_of(policy_loss, c))
+            settings = numbers_of(update_policy, c) | {"backward": run.accelerator.backward}
             metrics |= update_policy(run.model, optimizer, batches, loss, **settings)
-        metrics["tokens"] = sum(len(row.sampled) for row in rows)
-        metrics["rate/update"] = c.epochs * metrics["tokens"] / run.seconds["update"]
+            metrics["tokens"] = sum(len(row.sampled) for row in rows)
+    metrics["rate/update"] = c.epochs * metrics["tokens"] / run.seconds["update"]
     with timed(run.seconds, "recording"):
         rng = generator(c.seed, "records", step)
         lines = record_groups(everything, c.record_groups, rng, run.env, run.tokenizer, step)

@@ -112,6 +112,13 @@ def test_lines_show_the_mean_the_range_and_how_a_longer_run_goes_on():
     plt.close(figure)
 
 
+def test_a_panel_stays_empty_where_no_run_has_the_metric():
+    figure = draw_figure([Group("sampo", "#0072B2", "-", [[evaluated(0, 0.5)]])], ("train/success", "eval/success"))
+    assert [axis.has_data() for axis in figure.axes[:2]] == [False, True]  # main writes "no data" into the first
+    assert figure.axes[1].lines[0].get_marker() == "o"
+    plt.close(figure)
+
+
 def test_seeds_are_averaged_and_other_differences_are_told_apart_by_folder(tmp_path):
     def run(name, **config):
         return write_run(tmp_path / name, [step(1)], name=name, **config)
@@ -128,7 +135,7 @@ def test_seeds_are_averaged_and_other_differences_are_told_apart_by_folder(tmp_p
 
 
 @pytest.mark.parametrize(
-    "values, linear", [([1.0, 2, 20], None), ([1.0, 2, 3, 4, 500], 1.0), ([0.0, 0, -0.02, 0.03, 0.04, -9], 0.01)]
+    "values, linear", [([1.0, 2, 20], None), ([1.0, 2, 3, 4, 500], 1.0), ([0.0] * 9 + [-0.02, 0.03, 0.04, -9], 0.01)]
 )
 def test_the_scale_is_logarithmic_beyond_thirty_times_the_median(values, linear):
     # medians of sizes above 0: 2, 20 / 2 < 30; 3, 500 / 3 > 30; .035, 9 / .035 > 30; linear up to a power of ten below

@@ -1,6 +1,7 @@
 """Promises about the project itself: budgets, imports, documents."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from losses import AGGREGATIONS
 
 ROOT = Path(__file__).parent.parent
 CORE = "losses advantages grpo policy rollout engines recipes config checkpoint train".split()
-STUDY = "sft eval lab plots branching agents".split()
+STUDY = "sft eval lab plots sankey diagnostics records tiny branching agents".split()
 PRODUCT = sorted([*ROOT.glob("*.py"), *ROOT.glob("envs/*.py")])
 
 
@@ -20,7 +21,7 @@ def lines(paths):
 
 
 def test_parts_keep_their_line_budgets():
-    assert lines(ROOT / f"{name}.py" for name in CORE) <= 1900
+    assert lines(ROOT / f"{name}.py" for name in CORE) <= 2000
     assert lines(ROOT.glob("envs/*.py")) <= 1600
     assert lines(ROOT / f"{name}.py" for name in STUDY) <= 1500
     assert {path.stem for path in ROOT.glob("*.py")} <= {*CORE, *STUDY}
@@ -49,7 +50,8 @@ def test_formulas_know_nothing_of_models_or_settings():
 
 
 def test_arrows_go_one_way():
-    levels = ["losses advantages engines policy recipes plots", "grpo rollout", "config", "sft eval", "train"]
+    levels = ["losses advantages engines recipes plots tiny checkpoint", "policy diagnostics", "grpo rollout"]
+    levels += ["config records", "sft sankey", "eval", "train"]
     below = {"envs"}
     for level in (level.split() for level in levels):
         for name in level:
@@ -64,8 +66,29 @@ def test_documents_are_short_and_name_what_exists():
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= 40
     assert (ROOT / "CLAUDE.md").read_text().strip() == "@AGENTS.md"
     for document in ("README.md", "AGENTS.md"):
-        for name in re.findall(r"`([\w/]+\.(?:py|txt|md))`", (ROOT / document).read_text()):
-            assert (ROOT / name).exists() or (ROOT / "tests" / name).exists(), f"{document}: {name}"
+        for name in re.findall(r"`([\w/]+\.(?:py|txt|md|html))`", (ROOT / document).read_text()):
+            own = name in ("my_task.py", "hot_cold.py")  # to be written by the reader
+            assert own or (ROOT / name).exists() or (ROOT / "tests" / name).exists(), f"{document}: {name}"
+
+
+def test_every_name_in_the_table_from_the_paper_to_the_code_resolves():
+    table = (ROOT / "README.md").read_text().partition("## From the paper to the code")[2].partition("\n## ")[0]
+    names = re.findall(r"`([\w.]+)`", table)
+    assert len(names) > 30
+    for name in names:
+        parts = name.split(".")
+        split = 2 if parts[:2] == ["envs", "sokoban"] else 1
+        found = importlib.import_module(".".join(parts[:split]))
+        for part in parts[split:]:
+            found = getattr(found, part)
+
+
+def test_every_task_and_file_of_the_readme_has_its_own_line_in_a_table():
+    readme = (ROOT / "README.md").read_text()
+    listed = set(
+        re.findall(r"`([\w/]+\.(?:py|html))`", readme.partition("| file | concept |")[2].partition("\n\n")[0])
+    )
+    assert {str(path.relative_to(ROOT)) for path in PRODUCT} <= listed
 
 
 def test_the_readme_is_finished_and_shows_its_pictures():
@@ -82,7 +105,7 @@ def test_the_readme_names_every_method_and_aggregation():
 
 def test_required_packages_are_bounded_and_justified():
     readme = (ROOT / "README.md").read_text()
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
+    for line in "".join(path.read_text() for path in ROOT.glob("requirements*.txt")).splitlines():
         name = re.match(r"[\w-]+", line)[0]
         assert ">=" in line and ",<" in line, line
         assert f"| {name} |" in readme, name

@@ -104,7 +104,7 @@ def test_bars_are_as_high_as_counts_and_ribbons_fill_them():
     nodes, links = flows(RECORDS, max_turns=4)
     figure, axis = plt.subplots()
     draw_bars(axis, nodes, links, colors_of(nodes), by_outcome=True)
-    assert sorted(bar.get_height() for bar in axis.patches) == sorted(nodes.values())
+    assert sorted(bar.get_height() for bar in axis.patches) == pytest.approx(sorted(nodes.values()))
     assert {text.get_text() for text in axis.texts} >= {"a 3", "b 2", "end: failure 1"}
     starts = [ribbon.get_paths()[0].vertices for ribbon in axis.collections]
     first = [(v[v[:, 0] == v[:, 0].min(), 1].min(), v[v[:, 0] == v[:, 0].min(), 1].max()) for v in starts]
@@ -140,7 +140,7 @@ def test_real_episodes_give_a_picture_and_a_page_that_needs_nothing_else(tmp_pat
     longer = sum(len(r["turns"]) > 5 for r in records)
     failures = sum(not r["success"] for r in records)
     assert 0 < longer and 0 < failures < 60
-    assert f"steps 3 to 3, turns 1 to 5; {longer} trajectories go on after turn 5, not shown" in page
+    assert f"steps 3 to 3, turns 1 to 5; {longer} of 60 trajectories go on after turn 5, not shown" in page
     assert "all 60 trajectories" in page and f"{failures} failures" in page
     assert not re.search(r"<script[^>]*\ssrc=|<link[^>]*\shref=", page)
 
@@ -157,7 +157,12 @@ def test_the_page_labels_and_counts_the_nodes(tmp_path):
     assert "rollouts" not in tmp_path.name and f"{tmp_path.name}, steps 1 to 1, turns 1 to 4" in page
 
 
-@pytest.mark.parametrize("records", [[record("a", True)], [record("ab", True)] * 3, [record("$x^", False)]])
+def test_the_title_counts_those_that_go_on(tmp_path):
+    _, page = draw(tmp_path, RECORDS, "--max_turns", "3")  # aab ends with turn 3, aabb does not
+    assert "turns 1 to 3; 1 of 4 trajectories go on after turn 3, not shown" in page
+
+
+@pytest.mark.parametrize("records", [[record("a", True)], [record("ab", True)] * 3, [record(["$x^$"], False)]])
 def test_no_failures_one_trajectory_and_odd_names_are_drawn(records, tmp_path):
     picture, page = draw(tmp_path, records)
     assert picture.std() > 0.05 and f"all {len(records)} trajectories" in page

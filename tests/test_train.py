@@ -1,6 +1,7 @@
 """The whole loop in process, on real episodes: files, metrics, repeatability, every method, learning."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from diagnostics import UPDATE_METRICS, sampling_metrics
 from engines import Sampling
 from grpo import METHODS
 from plots import read_metrics
+from records import read_records
 
 REQUIRED = {
     "train/success",
@@ -72,13 +74,17 @@ def test_metrics_have_a_line_a_step_and_every_name_is_in_the_readme(finished):
     trained = [m for m in metrics[1:] if m["updates"]]
     assert trained and all(isinstance(m[name], float | int) for m in trained for name in UPDATE_METRICS)
     readme = (Path(train.__file__).parent / "README.md").read_text()
-    assert all(f"`{name}`" in readme for m in metrics for name in m)
+    glossary = readme.partition("## Metrics")[2].partition("\n## ")[0]
+    names = {re.sub(r"^(share|kl_share|seconds)/.*", r"\1/*", name) for m in metrics for name in m}
+    assert [name for name in sorted(names) if f"`{name}`" not in glossary] == []
+    seconds = {name.removeprefix("seconds/") for m in metrics for name in m if name.startswith("seconds/")}
+    assert all(f"`{part}`" in glossary for part in seconds)
 
 
 def test_a_saved_run_evaluates_to_the_same_success(finished, capsys):
     results, folder = finished
     again = evaluation.main(["--run", str(folder), "--split", "valid_unseen"])
-    assert again == results["after RL"]["valid_unseen"]
+    assert results["after RL"]["valid_unseen"].items() <= again.items()
     assert json.loads(capsys.readouterr().out)["split"] == "valid_unseen"
 
 
@@ -223,47 +229,31 @@ def test_gradients_that_stay_non_finite_stop_the_run(finished, tmp_path, monkeyp
         run(tmp_path, *flags)
 
 
-def test_a_users_own_task_trains(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_TASK)
-    flags = f"--task {tmp_path}/mine.py:Guess --sft_data expert --sft_steps 30 --max_response_tokens 12"
-    results, _ = run(tmp_path / "runs", *flags.split())
-    assert results["expert"]["valid_seen"]["success"] == 1
+def test_the_task_of_the_readme_trains_and_its_expert_always_wins(tmp_path):
+    readme = (Path(train.__file__).parent / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    assert code.count("\n") <= 45
+    (tmp_path / "hot_cold.py").write_text(code)
+    results, folder = run(tmp_path / "runs", "--env", f"{tmp_path}/hot_cold.py:HotCold", "--sft_steps", "30")
+    assert folder.name == "HotCold-sampo-seed0"
+    assert results["expert"]["valid_seen"]["success"] == 1  # five guesses halve sixteen numbers down to one
+    record = next(iter(read_records(folder / "rollouts.jsonl.gz")))
+    assert record["task_type"] is None and record["turns"][0]["action_type"] is None
 
 
-OWN_TASK = '''
-from envs import Observation, Step, parse_think_action
+def test_metrics_reach_a_tracker(finished, tmp_path):
+    pytest.importorskip("tensorboard", reason="requirements-trackers.txt is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-class Guess:
-    """Say the word that is shown."""
-
-    append_only, max_turns = False, 2
-
-    def tasks(self, split):
-        return [f"{split} {word}" for word in ("left", "right") for _ in range(20)]
-
-    def reset(self, task_id):
-        self.word, self.turns = task_id.split()[1], 0
-        return Observation(self.word, self.word, ("left", "right"))
-
-    def step(self, action):
-        self.turns += 1
-        won = action == self.word
-        shown = Observation(self.word, self.word, ("left", "right"))
-        return Step(shown, float(won), won or self.turns == 2, won, float(won))
-
-    def prompt(self, history):
-        return [{"role": "user", "content": history[-1][0].text}]
-
-    def parse(self, response):
-        return parse_think_action(response)
-
-    def expert(self, rng, noise=0.0):
-        word = rng.choice(["left", "right"]) if rng.random() < noise else self.word
-        return f"<think> </think> <action> {word} </action>"
-
-    def words(self):
-        return ["left", "right", "<think>", "</think>", "<action>", "</action>"]
-'''
+    _, cloned = finished
+    flags = ["--model", str(cloned / "model"), "--recipe", "tiny", "--sft_steps", "0", "--log_with", "tensorboard"]
+    _, folder = run(tmp_path, *flags)
+    events = EventAccumulator(str(folder / "sampo"))
+    events.Reload()
+    lines = {m["step"]: m for m in read_metrics(folder / "metrics.jsonl")}
+    for name in ("train/success", "eval/success", "kl_share/pos_up_sure"):
+        sent = {event.step: event.value for event in events.Scalars(name)}
+        assert sent == pytest.approx({step: m[name] for step, m in lines.items() if m.get(name) is not None})
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ STYLES = {
     "sampo": ("#0072B2", "-"),
     "sampo_released": ("#0072B2", "-."),
 }
+OTHER = ("#7F7F7F", "-")  # a method of your own, until it has a line above
 # Settings that change no curve's meaning.
 BOOKKEEPING = set("seed name output overwrite resume steps max_minutes eval_every save_every record_groups".split())
 BOOKKEEPING |= {"log_with", "stop_on_collapse"}
@@ -141,8 +142,8 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
         config, metrics = json.loads((folder / "config.json").read_text()), read_metrics(folder / "metrics.jsonl")
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder}: config.json or metrics.jsonl is not JSON: {error}") from error
-    if config.get("method") not in STYLES:
-        raise ValueError(f"{folder}: method {config.get('method')!r}; allowed are {', '.join(STYLES)}")
+    if "method" not in config:
+        raise ValueError(f"{folder}: its config.json is not that of a run of train.py")
     if not metrics:
         raise ValueError(f"{folder}: its metrics.jsonl holds no step yet")
     return config, metrics
@@ -163,7 +164,7 @@ def group_runs(folders: list[Path]) -> list[Group]:
         alone = sum(other[:2] == key[:2] for other in members) == 1
         label = "/".join(runs[0][0].parts[-2:]) if not alone else method if len(tasks) == 1 else f"{method}, {task}"
         label += f" ({len(runs)} runs)" if len(runs) > 1 else ""
-        look = spare.pop() if method in drawn and spare else STYLES[method]
+        look = spare.pop() if method in drawn and spare else STYLES.get(method, OTHER)
         drawn.add(method)
         groups.append(Group(label, *look, [metrics for _, metrics in runs]))
     return groups

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import eval as evaluation
 import train
 from config import parse
-from diagnostics import UPDATE_METRICS, sampling_metrics
+from diagnostics import COLLAPSE_SIGNS, UPDATE_METRICS, sampling_metrics
 from engines import Sampling
 from grpo import METHODS
 from plots import read_metrics
@@ -264,3 +264,25 @@ def test_sampo_learns(tmp_path):
     before, after = (results[name]["valid_seen"] for name in ("after cloning", "after RL"))
     assert before["success"] > 2 * results["random"]["valid_seen"]["success"]
     assert after["success_low"] > before["success_high"]
+
+
+@pytest.mark.slow
+def test_the_monitor_warns_before_success_has_halved_and_leaves_sampo_alone(tmp_path, capsys):
+    """SAPO pushed to collapse by a high learning rate, small mini-batches and two epochs; SAMPO as it comes."""
+    train.main(f"--steps 0 --eval_levels 24 --output {tmp_path}/cloned".split())
+    flags = f"--model {tmp_path}/cloned/sokoban-sampo-seed0/model --recipe tiny --sft_steps 0 --eval_levels 24"
+    hot = "--method sapo --learning_rate 5e-4 --mini_batch 128 --epochs 2 --steps 5 --stop_on_collapse false"
+    capsys.readouterr()
+    train.main(f"{flags} {hot} --output {tmp_path}/sapo".split())
+    assert "signs of collapse: low_side (outside_low 0.0" in capsys.readouterr().err
+    metrics = read_metrics(tmp_path / "sapo" / "sokoban-sapo-seed0" / "metrics.jsonl")[1:]
+    warned = next(m["step"] for m in metrics if m["collapse/low_side"])
+    halved = next(m["step"] for m in metrics if m["train/success"] < metrics[0]["train/success"] / 2)
+    assert warned < halved
+    train.main(f"{flags} {hot} --stop_on_collapse --output {tmp_path}/stopped".split())
+    stopped = read_metrics(tmp_path / "stopped" / "sokoban-sapo-seed0" / "metrics.jsonl")
+    assert stopped[-1]["step"] == warned and "eval/success" in stopped[-1]
+    train.main(f"{flags} --method sampo --steps 8 --output {tmp_path}/sampo".split())
+    metrics = read_metrics(tmp_path / "sampo" / "sokoban-sampo-seed0" / "metrics.jsonl")
+    assert not any(m[f"collapse/{sign}"] for m in metrics for sign in COLLAPSE_SIGNS)
+    assert metrics[-1]["train/success"] > metrics[1]["train/success"]

@@ -208,7 +208,9 @@ def draw_lines(axis, groups: list[Group], key: str) -> None:
 def draw_figure(groups: list[Group], keys: tuple[str, ...]):
     """A panel a metric over steps, and the legend where the next panel would be."""
     rows, columns = math.ceil((len(keys) + 1) / 3), min(len(keys) + 1, 3)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.6 * columns, 4.6 * rows), squeeze=False)
+    widths = [5.6] * columns if rows > 1 else [5.6] * (columns - 1) + [3.4]  # a column of the legend alone is narrow
+    shape = {"figsize": (sum(widths), 4.6 * rows), "width_ratios": widths}
+    figure, axes = plt.subplots(rows, columns, squeeze=False, **shape)
     for axis, key in zip(axes.flat, keys, strict=False):
         draw_lines(axis, groups, key)
     handles = [plt.Line2D([], [], color=g.color, ls=g.dash, lw=2.4, label=g.label) for g in groups]

@@ -67,7 +67,7 @@ TINY = {
     "max_tries": 3,
     "steps": 100,
     "delta": 0.03,
-    "entropy_threshold": 0.05,
+    "entropy_threshold": 0.15,
     "sft_data": "expert",
     "sft_episodes": 2000,
     "sft_steps": 500,

@@ -90,7 +90,7 @@ def test_more_steps_go_on_from_where_a_finished_run_ended(whole, tmp_path, capsy
 
 @pytest.mark.slow
 def test_kill_9_at_five_moments_and_resume_gives_the_same_run(whole, tmp_path):
-    """One run killed while it clones, in the middle of a save, behind a save, in a step, and at a random time."""
+    """Case B44. One run killed while it clones, in the middle of a save, behind a save, in a step, and at a random time."""
     folder = tmp_path / whole.name
     checkpoints = folder / "checkpoints"
 

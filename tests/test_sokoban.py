@@ -69,6 +69,7 @@ def levels(split, count):
     ],
 )
 def test_a_response_in_the_format_gives_its_action(inner, action):
+    """Cases B38 and B55: quotes, case, white space, several lines."""
     for response in (f"<think>{inner}</action>", f"\n <think>{inner}</action>\n"):
         assert parse_think_action(response) == (action, True)
         assert Sokoban().parse(response) == (action.lower(), True)
@@ -76,6 +77,7 @@ def test_a_response_in_the_format_gives_its_action(inner, action):
 
 @pytest.mark.parametrize("response", ["", *INVALID.replace("\n", " | ").split(" | ")])
 def test_any_other_response_is_invalid_without_an_action(response):
+    """Case B38: a tag twice, nested, crossing, in capitals, or text around them."""
     assert parse_think_action(response) == Sokoban().parse(response) == (None, False)
 
 
@@ -87,6 +89,7 @@ def test_odd_characters_and_long_texts_are_parsed_like_others():
 
 
 def test_the_parser_has_no_memory_and_the_package_no_debugger():
+    """Case B82."""
     env, good = playing(NEXT_TO_TARGET), "<think>a</think><action>UP</action>"
     before = dict(vars(env))
     assert [env.parse(r) for r in (good, "x", good)] == [("up", True), (None, False), ("up", True)]

@@ -1,6 +1,7 @@
 """The whole loop in process, on real episodes: files, metrics, repeatability, every method, learning."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import eval as evaluation
 import train
 from config import parse
-from diagnostics import COLLAPSE_SIGNS, UPDATE_METRICS, sampling_metrics
+from diagnostics import COLLAPSE_SIGNS, PARTS, UPDATE_METRICS, sampling_metrics
 from engines import Sampling
 from grpo import METHODS
 from plots import read_metrics
@@ -180,23 +181,18 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_takes_its_steps(method, finished, tmp_path):
+def test_every_method_takes_twenty_steps_with_finite_metrics(method, finished, tmp_path):
     _, cloned = finished
-    flags = [
-        "--model",
-        str(cloned / "model"),
-        "--recipe",
-        "tiny",
-        "--sft_steps",
-        "0",
-        "--method",
-        method,
-        "--steps",
-        "2",
-    ]
-    _, folder = run(tmp_path, *flags, "--filter_cold_start", "0")
-    trained = [m for m in read_metrics(folder / "metrics.jsonl")[1:] if m["updates"]]
-    assert trained and all(isinstance(m[name], float | int) for m in trained for name in REQUIRED)
+    flags = ["--model", str(cloned / "model"), *"--recipe tiny --sft_steps 0 --filter_cold_start 0 --steps 20".split()]
+    _, folder = run(tmp_path, *flags, "--method", method, "--eval_every", "20")
+    metrics = read_metrics(folder / "metrics.jsonl")[1:]
+    trained = [m for m in metrics if m["updates"]]
+    assert len(metrics) == 20 and len(trained) > 5
+    assert all(math.isfinite(m[name]) for m in trained for name in UPDATE_METRICS)
+    assert all(value is not None for m in metrics for name, value in m.items() if name not in UPDATE_METRICS)
+    for m in trained:
+        assert sum(m[f"share/{part}"] for part in PARTS) == pytest.approx(1)
+        assert sum(m[f"kl_share/{part}"] for part in PARTS) == pytest.approx(1 if m["kl_ref"] else 0)
 
 
 def test_a_step_without_an_informative_group_is_skipped(tmp_path):

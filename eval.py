@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_model
 from transformers.utils import logging
 
+from checkpoint import is_complete
 from config import Config, Parser, make_envs, resolve
 from engines import Sampling, TransformersEngine
 from policy import load_policy
@@ -267,7 +268,7 @@ def settings_of(typed: dict) -> tuple[Config, Path | None]:
     saved = json.loads((folder / "config.json").read_text())
     if saved.keys() - Config.__dataclass_fields__.keys():
         raise ValueError(f"--run {folder}: its config.json is not that of a run of this version")
-    steps = sorted(int(path.parent.name[5:]) for path in folder.glob("checkpoints/step-*[0-9]/complete"))
+    steps = sorted(int(path.name[5:]) for path in folder.glob("checkpoints/step-*[0-9]") if is_complete(path))
     if checkpoint is not None and checkpoint not in steps:
         raise ValueError(f"--checkpoint {checkpoint}: allowed are {', '.join(map(str, steps)) or 'none so far'}")
     config = Config(**saved | {"model": str(folder / ("model" if checkpoint is None else "reference"))} | settings)

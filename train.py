@@ -137,6 +137,7 @@ class Run:
         metrics, rollouts = self.folder / "metrics.jsonl", self.folder / "rollouts.jsonl.gz"
         if self.checkpoint:
             print(f"going on from {self.checkpoint}", file=sys.stderr)
+            (self.folder / "results.json").unlink(missing_ok=True)
             cut(metrics, self.progress.metrics_size)
             cut(rollouts, self.progress.rollouts_size)
         else:
@@ -283,7 +284,7 @@ def train(run: Run) -> int:
                 tqdm.write(warning, file=sys.stderr)
             stop = reason_to_stop(run, history, signals)
             due = bool(stop) or step == c.steps
-            if not signals and (due or step % c.eval_every == 0):
+            if step % c.eval_every == 0 or (due and not signals):
                 run.evaluate_step(metrics)
             run.log(log, metrics)
             held_out = progress.results["after RL"]["valid_seen"]["success"]

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import checkpoint
 import train
 from checkpoint import Progress, newest, read_progress, save
+from config import parse
 from plots import read_metrics
 from records import read_records
 
@@ -90,7 +91,7 @@ def test_more_steps_go_on_from_where_a_finished_run_ended(whole, tmp_path, capsy
 
 @pytest.mark.slow
 def test_kill_9_at_five_moments_and_resume_gives_the_same_run(whole, tmp_path):
-    """Case B44. One run killed while it clones, in the middle of a save, behind a save, in a step, and at a random time."""
+    """Case B44. One run killed while it clones, in a save, behind a save, in a step, and at a random time."""
     folder = tmp_path / whole.name
     checkpoints = folder / "checkpoints"
 
@@ -154,6 +155,42 @@ def test_sigterm_saves_and_exits_and_the_run_can_go_on(whole, tmp_path):
     assert read_progress(newest(folder)).step == len(read_metrics(folder / "metrics.jsonl")) - 1 < 6
     train.main([*SMALL.split(), "--output", str(tmp_path), "--save_every", "100", "--resume"])
     assert repeatable(folder) == repeatable(whole) and weights(folder) == weights(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 3])  # an evaluation is due at step 3
+def test_a_signal_in_any_step_ends_it_saves_and_changes_nothing_later(whole, tmp_path, monkeypatch, step):
+    sample = train.sample_step
+
+    def interrupted(run, at):
+        if at == step:
+            signal.raise_signal(signal.SIGTERM)
+        return sample(run, at)
+
+    monkeypatch.setattr(train, "sample_step", interrupted)
+    flags = [*SMALL.split(), "--output", str(tmp_path), "--save_every", "4"]
+    with pytest.raises(SystemExit) as stop:
+        train.main(flags)
+    folder = tmp_path / whole.name
+    assert stop.value.code == 128 + signal.SIGTERM and read_progress(newest(folder)).step == step
+    assert (folder / "curves.png").exists() and not (folder / "results.json").exists()
+    monkeypatch.setattr(train, "sample_step", sample)
+    train.main([*flags, "--resume"])
+    assert repeatable(folder) == repeatable(whole) and weights(folder) == weights(whole)
+
+
+def test_a_run_with_more_steps_that_is_killed_at_its_end_is_not_taken_for_finished(whole, tmp_path, monkeypatch):
+    folder = tmp_path / whole.name
+    shutil.copytree(whole, folder)
+    flags = [*SMALL.split(), "--output", str(tmp_path), "--resume", "--steps", "7"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            train, "plot_curves", lambda *_: signal.raise_signal(signal.SIGINT)
+        )  # behind the last checkpoint
+        train.main(flags)
+    assert read_progress(newest(folder)).step == 7
+    train.main(flags)
+    assert "after RL" in json.loads((folder / "results.json").read_text())["results"]
 
 
 @pytest.fixture
@@ -268,10 +305,8 @@ def test_wrong_invocations_on_a_folder_that_exists(whole, line, parts, capsys):
 
 def test_without_flags_a_resumed_run_keeps_the_settings_it_was_started_with(whole, tmp_path):
     copy(whole, tmp_path)
-    from config import parse
-
-    config = parse(["--output", str(tmp_path), "--resume", "--steps", "9"])
-    assert (config.group_size, config.eval_levels, config.steps) == (3, 6, 9)
+    config = parse(["--output", str(tmp_path), "--name", whole.name, "--resume", "--steps", "9"])
+    assert (config.method, config.group_size, config.eval_levels, config.steps) == ("gigpo", 3, 6, 9)
 
 
 def test_a_second_signal_acts_as_ever():

@@ -132,22 +132,22 @@ def collapse_signs(history: list[dict]) -> dict[str, int]:
 
         low_side   outside_low > 0.04 and outside_low > 2 * outside_high
         format     format_valid < its best so far - 0.1
-        grad_norm  grad_norm > 3 * its median over the steps before
+        grad_norm  grad_norm > 5 * its median over the steps before
 
-    Each is a mean over the last 3 steps that have it, fewer at the start, so that one odd step says nothing later on;
-    format and grad_norm speak from step 6 on. The thresholds are ours: the paper shows curves.
+    Each is the median of the last 3 steps that have it, fewer at the start, so that one odd step says nothing later
+    on; format and grad_norm speak from step 6 on. The thresholds are ours: the paper shows curves.
     """
 
     def values(name: str) -> list[float]:
         return [step[name] for step in history if step.get(name) is not None and np.isfinite(step[name])]
 
-    low, high = (np.mean(values(name)[-3:] or [0.0]) for name in ("outside_low", "outside_high"))
+    low, high = (np.median(values(name)[-3:] or [0.0]) for name in ("outside_low", "outside_high"))
     valid, norms = values("format_valid"), values("grad_norm")
-    means = [np.mean(valid[i : i + 3]) for i in range(len(valid) - 2)]
+    medians = [np.median(valid[i : i + 3]) for i in range(len(valid) - 2)]
     signs = {
         "low_side": low > 0.04 and low > 2 * high,
-        "format": len(means) > 3 and means[-1] < max(means[:-3]) - 0.1,
-        "grad_norm": len(norms) > 5 and np.mean(norms[-3:]) > 3 * np.median(norms[:-3]),
+        "format": len(medians) > 3 and medians[-1] < max(medians[:-3]) - 0.1,
+        "grad_norm": len(norms) > 5 and np.median(norms[-3:]) > 5 * np.median(norms[:-3]),
     }
     return {f"collapse/{sign}": int(signs[sign]) for sign in COLLAPSE_SIGNS}
 

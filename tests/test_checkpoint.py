@@ -19,6 +19,7 @@ import checkpoint
 import train
 from checkpoint import Progress, newest, read_progress, save
 from config import parse
+from diagnostics import COLLAPSE_SIGNS
 from plots import read_metrics
 from records import read_records
 
@@ -73,6 +74,25 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(whole, tmp_path):
     assert list(read_records(folder / "rollouts.jsonl.gz")) == list(read_records(whole / "rollouts.jsonl.gz"))
     first, second = (json.loads((path / "results.json").read_text())["results"] for path in (folder, whole))
     assert first == second
+
+
+def test_a_resumed_run_knows_the_steps_before_it(whole, tmp_path, monkeypatch):
+    """The collapse monitor looks back; here it counts what it sees."""
+    folder = copy(whole, tmp_path)
+    shutil.rmtree(folder / "checkpoints" / "step-6")
+    signs = dict.fromkeys((f"collapse/{sign}" for sign in COLLAPSE_SIGNS), 0)
+    monkeypatch.setattr(train, "collapse_signs", lambda history: signs | {"collapse/format": len(history)})
+    train.main([*SMALL.split(), "--output", str(tmp_path), "--save_every", "1", "--resume"])
+    assert [m["collapse/format"] for m in read_metrics(folder / "metrics.jsonl")] == [0] * 6 + [7]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_so(whole, tmp_path, capsys):
+    folder = copy(whole, tmp_path)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "notes").write_text("of the run that was killed")
+    train.main([*SMALL.split(), "--output", str(tmp_path), "--resume", "--steps", "0", "--sft_steps", "15"])
+    assert f"no complete checkpoint in {folder}: starting anew" in capsys.readouterr().err
+    assert [m["step"] for m in read_metrics(folder / "metrics.jsonl")] == [0] and not (folder / "notes").exists()
 
 
 def test_more_steps_go_on_from_where_a_finished_run_ended(whole, tmp_path, capsys):

@@ -161,12 +161,12 @@ def test_no_gradient_is_kept():
 
 
 def test_the_gap_between_engine_and_trainer():
-    # gaps .5, -.25 in one pack and 0 in another: mean of |gap| .75 / 3, max .5, k1 .25 / 3
+    # gaps .25, -.5 in one pack and 0 in another: mean of |gap| .75 / 3, largest .5, k1 -.25 / 3
     packs = [
-        SimpleNamespace(rollout_logprobs=torch.tensor([-1.0, -2.0]), old_logprobs=torch.tensor([-1.5, -1.75])),
+        SimpleNamespace(rollout_logprobs=torch.tensor([-1.5, -2.0]), old_logprobs=torch.tensor([-1.75, -1.5])),
         SimpleNamespace(rollout_logprobs=torch.tensor([-3.0]), old_logprobs=torch.tensor([-3.0])),
     ]
-    assert engine_gap(packs) == pytest.approx({"gap/mean": 0.25, "gap/max": 0.5, "gap/k1": 0.25 / 3})
+    assert engine_gap(packs) == pytest.approx({"gap/mean": 0.25, "gap/max": 0.5, "gap/k1": -0.25 / 3})
 
 
 def turn(length=2, valid=True, admissible=True, text="a"):
@@ -237,6 +237,9 @@ def test_a_growing_gradient_is_named():
     assert signs(grad_norm=[*calm, 2.7, 1.0, 2.6]) == ["grad_norm"]
     assert signs(grad_norm=[*calm, 2.7, 1.0, 2.4]) == []
     assert signs(grad_norm=[*calm, 0.5, 0.5, 30.0]) == []
+    # an outlier before does not hide it: the median of .4, 9, .5 is .5, their mean 3.3
+    assert signs(grad_norm=[0.4, 9.0, 0.5, 2.7, 2.7, 2.7]) == ["grad_norm"]
+    assert signs(grad_norm=[0.5, 0.5, 2.7, 2.7, 2.7]) == []  # step 5
 
 
 def test_steps_without_an_update_are_left_out():

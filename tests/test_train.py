@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import eval as evaluation
 import train
+from checkpoint import Progress
 from config import parse
 from diagnostics import COLLAPSE_SIGNS, PARTS, UPDATE_METRICS, sampling_metrics
 from engines import Sampling
@@ -151,6 +154,46 @@ def test_each_turn_trains_with_its_own_advantage(small, monkeypatch):
             assert advantage == sequence + 1
             seen.setdefault(sequence, []).append(token)
     assert [seen[i] for i in range(len(turns))] == [turn.response_ids for turn in turns]
+
+
+def test_the_filter_starts_behind_its_cold_start(small):
+    small.config = replace(small.config, filter_cold_start=2, max_tries=3)
+    tries = [train.sample_step(small, step)[2]["tries"] for step in (1, 2, 3)]
+    assert tries == [1, 1, 3]  # an untrained policy fails everywhere: with the filter all tries are used up
+
+
+def test_an_inadmissible_action_counts_as_invalid_where_the_switch_says_so(small, monkeypatch):
+    tables = []
+    monkeypatch.setitem(train.ADVANTAGES, "gigpo", lambda turns: tables.append(turns) or np.zeros(len(turns.turn)))
+    groups = [small.play(["train/0"] * 3, ("a",))]
+    turns = [turn for trajectory in groups[0] for turn in trajectory.turns]
+    turns[1].valid, turns[1].admissible = True, False
+    monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, groups, sampling_metrics(groups)))
+    for switch in (False, True):
+        small.config = replace(small.config, inadmissible_is_invalid=switch)
+        train.train_step(small, small.model, None, 1)
+    assert [table.valid[1] for table in tables] == [True, False]
+
+
+def test_time_is_limited_without_that_of_cloning():
+    def reason(**seconds):
+        config = SimpleNamespace(max_minutes=1.0, stop_on_collapse=False)
+        return train.reason_to_stop(
+            SimpleNamespace(config=config, progress=Progress(seconds=seconds), seconds={}), [], []
+        )
+
+    assert reason(cloning=500.0, rollout=40.0, update=19.0) == ""
+    assert reason(cloning=0.0, rollout=40.0, update=21.0) == "max_minutes 1.0 reached"
+
+
+def test_rates_and_seconds_of_the_lines_are_those_of_the_step(tmp_path):
+    results, folder = run(tmp_path, "--method", "gigpo", "--sft_steps", "20", "--epochs", "2")
+    metrics = read_metrics(folder / "metrics.jsonl")[1:]
+    for m in metrics:
+        assert m["rate/rollout"] == pytest.approx(m["sampled_tokens"] / m["seconds/rollout"])
+        assert m["rate/update"] == pytest.approx(2 * m["tokens"] / m["seconds/update"]) and m["tokens"] > 0
+    total = json.loads((folder / "results.json").read_text())["seconds"]
+    assert total["rollout"] == pytest.approx(sum(m["seconds/rollout"] for m in metrics))
 
 
 def test_a_step_whose_advantages_are_all_zero_changes_nothing(small, monkeypatch):

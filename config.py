@@ -196,18 +196,26 @@ def resolve(typed: dict) -> tuple[Config, dict[str, str]]:
 FREE_ON_RESUME = "output name resume overwrite steps max_minutes save_every log_with stop_on_collapse".split()
 
 
+def read_settings(folder: Path) -> dict:
+    """The settings of a run folder. ValueError where it is none, or one of a later version."""
+    path = folder / "config.json"
+    saved = json.loads(path.read_text()) if path.is_file() else None
+    if not isinstance(saved, dict) or saved.keys() - Config.__dataclass_fields__.keys():
+        raise ValueError(f"{folder}: allowed is a run folder of train.py, with its config.json")
+    return asdict(Config(**saved))
+
+
 def continued(config: Config, typed: dict) -> Config:
     """The settings that a run folder was started with, and of what was typed those that may change on --resume."""
-    path = config.folder / "config.json"
-    if not path.is_file():
+    if not config.folder.exists():
         return config
-    saved = json.loads(path.read_text())
-    if saved.keys() != asdict(config).keys():
-        raise ValueError(f"--resume: {path} is not that of a run of this version")
+    saved = read_settings(config.folder)
     for name in typed.keys() - set(FREE_ON_RESUME):
         if typed[name] != saved[name]:
             free = ", ".join(FREE_ON_RESUME)
-            raise ValueError(f"--{name} {typed[name]}: {path} has {saved[name]}; with --resume only {free} may change")
+            raise ValueError(
+                f"--{name} {typed[name]}: the run has {saved[name]}; with --resume only {free} may change"
+            )
     return Config(**saved | {name: typed[name] for name in FREE_ON_RESUME if name in typed})
 
 

@@ -21,11 +21,11 @@ from safetensors.torch import load_model
 from transformers.utils import logging
 
 from checkpoint import is_complete
-from config import Config, Parser, make_envs, resolve
+from config import Config, Parser, make_envs, read_settings, resolve
 from engines import Sampling, TransformersEngine
 from policy import load_policy
 from records import append_step, read_records, show, trajectory_record, write_page
-from rollout import Trajectory, Turn, check_failures, run_episodes
+from rollout import Trajectory, Turn, check_failures, check_first_prompt, run_episodes
 from sft import play_scripted
 
 Z = 1.959964  # of a 95 % interval
@@ -263,11 +263,7 @@ def settings_of(typed: dict) -> tuple[Config, Path | None]:
     if "run" not in typed:
         return resolve(settings)[0], None
     folder, checkpoint = Path(typed["run"]), typed.get("checkpoint")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--run {folder}: allowed is a run folder of train.py, with its config.json")
-    saved = json.loads((folder / "config.json").read_text())
-    if saved.keys() - Config.__dataclass_fields__.keys():
-        raise ValueError(f"--run {folder}: its config.json is not that of a run of this version")
+    saved = read_settings(folder)
     steps = sorted(int(path.name[5:]) for path in folder.glob("checkpoints/step-*[0-9]") if is_complete(path))
     if checkpoint is not None and checkpoint not in steps:
         raise ValueError(f"--checkpoint {checkpoint}: allowed are {', '.join(map(str, steps)) or 'none so far'}")
@@ -316,6 +312,7 @@ def main(argv: list[str] | None = None) -> dict:
                 f"--run {typed['run']}: {config.model} is not there yet; --checkpoint takes an earlier one"
             )
         model, tokenizer = load_policy(config.model, [], config.hidden, config.layers, config.dtype)
+        check_first_prompt(tokenizer, env, tasks[0], config.max_prompt_tokens)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     if weights:

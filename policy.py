@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,7 +26,10 @@ def load_policy(model: str, words: list[str], hidden: int, layers: int, dtype: s
         raise OSError(f"the tokenizer of {model} has no chat template")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)), tokenizer
+    try:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)), tokenizer
+    except SafetensorError as error:
+        raise OSError(f"the weights of {model} cannot be read: {error}") from error
 
 
 @dataclass

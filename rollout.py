@@ -118,6 +118,16 @@ def encode_prompts(tokenizer, episodes: list[Episode]) -> list[list[int]]:
     return ids
 
 
+def check_first_prompt(tokenizer, env, task: str, max_prompt_tokens: int) -> None:
+    """ValueError where the first prompt of a task is too long, or holds what the tokenizer has no token for."""
+    try:
+        length = len(encode_prompts(tokenizer, [Episode(env, task, (), Trajectory(task))])[0])
+    except Exception as error:  # tokenizers raises no other type
+        raise ValueError(f"the first prompt of {task} cannot be played with this model: {error}") from error
+    if length > max_prompt_tokens:
+        raise ValueError(f"--max_prompt_tokens {max_prompt_tokens}: allowed is {length} and up, a first prompt")
+
+
 def run_episodes(
     engine, tokenizer, envs: list, tasks: list[str], keys: list[tuple], sampling: Sampling, max_prompt_tokens: int
 ) -> list[Trajectory]:

@@ -44,11 +44,10 @@ from plots import plot_curves, read_metrics
 from policy import load_policy
 from records import append_step, cut, record_groups
 from rollout import (
-    Episode,
     TaskStream,
     Trajectory,
+    check_first_prompt,
     collect_groups,
-    encode_prompts,
     generator,
     make_rows,
     run_episodes,
@@ -122,12 +121,7 @@ class Run:
         self.stream = TaskStream(self.env.tasks("train"), config.seed, self.progress.position)
         name = str(self.folder / "reference") if self.checkpoint else config.model
         model, self.tokenizer = load_policy(name, self.env.words(), config.hidden, config.layers, config.dtype)
-        task = self.env.tasks("train")[0]
-        length = len(encode_prompts(self.tokenizer, [Episode(self.env, task, (), Trajectory(task))])[0])
-        if length > config.max_prompt_tokens:
-            raise ValueError(
-                f"--max_prompt_tokens {config.max_prompt_tokens}: allowed is {length} and up, a first prompt"
-            )
+        check_first_prompt(self.tokenizer, self.env, self.stream.tasks[0], config.max_prompt_tokens)
         self.model = self.accelerator.prepare(model)
         self.engine = TransformersEngine(self.model, self.tokenizer)
         self._open_folder()

@@ -83,7 +83,8 @@ def test_a_folder_is_not_overwritten_unasked_and_never_if_it_is_no_run(tmp_path,
     ("line", "parts"),
     [
         ("--run nowhere", ["nowhere", "config.json"]),
-        ("--run qwen", ["qwen", "not that of a run"]),
+        ("--run qwen", ["qwen", "allowed is a run folder"]),
+        ("--run listed", ["listed", "allowed is a run folder"]),
         ("--split test", ["split 'test'", "valid_seen"]),
         ("--split nowhere", ["split 'nowhere'", "valid_unseen"]),
         ("--eval_levels 9999", ["--eval_levels 9999", "512"]),
@@ -122,6 +123,8 @@ def test_wrong_invocations_of_eval(line, parts, tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({}))
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen" / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "listed").mkdir()
+    (tmp_path / "listed" / "config.json").write_text("[1, 2]")
     run = [] if "--run" in line else ["--run", str(tmp_path)]
     with pytest.raises(SystemExit) as stop:
         evaluation.main([*run, *line.split()])

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -442,8 +443,18 @@ def test_what_belongs_to_a_run_is_refused_without_one(line, capsys):
 def test_something_to_evaluate_has_to_be_named(tmp_path, capsys):
     assert "--run ''" in refused("", capsys) and "--model" in refused("--samples 2", capsys)
     (tmp_path / "config.json").write_text(json.dumps({"hidden": 64, "n_head": 12}))
-    assert "not that of a run" in refused(f"--run {tmp_path}", capsys)
+    assert "allowed is a run folder" in refused(f"--run {tmp_path}", capsys)
     assert str(tmp_path / "no_such_model") in refused(f"--model {tmp_path}/no_such_model", capsys)
+
+
+def test_a_model_that_cannot_read_the_prompts_or_be_read_is_refused_before_it_plays(finished, tmp_path, capsys):
+    _, folder = finished
+    assert "cannot be played with this model" in refused(f"--run {folder} --prompt_style words", capsys)
+    assert "--max_prompt_tokens 3: allowed is" in refused(f"--run {folder} --max_prompt_tokens 3", capsys)
+    shutil.copytree(folder / "model", tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 100)
+    message = refused(f"--model {tmp_path}/cut --recipe tiny", capsys)
+    assert "cannot be read" in message and str(tmp_path / "cut") in message
 
 
 def test_any_model_plays_with_the_settings_of_a_recipe(finished, tmp_path, capsys):

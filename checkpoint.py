@@ -92,7 +92,7 @@ def read_progress(path: Path) -> Progress:
 
 @contextmanager
 def noted_signals():
-    """SIGTERM and a first Ctrl-C are noted in the list that is yielded; a second one acts as ever."""
+    """SIGTERM and a first Ctrl-C, unless ignored, are noted in the list that is yielded; a second one acts as ever."""
     noted, before = [], {}
 
     def note(number, frame):
@@ -100,7 +100,8 @@ def noted_signals():
         signal.signal(number, before[number])
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, note)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, note)
     try:
         yield noted
     finally:

@@ -203,6 +203,10 @@ def test_a_run_with_more_steps_that_is_killed_at_its_end_is_not_taken_for_finish
     folder = tmp_path / whole.name
     shutil.copytree(whole, folder)
     flags = [*SMALL.split(), "--output", str(tmp_path), "--resume", "--steps", "7"]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
             train, "plot_curves", lambda *_: signal.raise_signal(signal.SIGINT)
@@ -329,10 +333,25 @@ def test_without_flags_a_resumed_run_keeps_the_settings_it_was_started_with(whol
     assert (config.method, config.group_size, config.eval_levels, config.steps) == ("gigpo", 3, 6, 9)
 
 
-def test_a_second_signal_acts_as_ever():
-    with checkpoint.noted_signals() as noted:
-        signal.raise_signal(signal.SIGINT)
-        assert noted == [signal.SIGINT]
-        with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_acts_as_ever(number):
+    before = signal.signal(number, signal.default_int_handler)  # a job in the background may start with it ignored
+    try:
+        with checkpoint.noted_signals() as noted:
+            signal.raise_signal(number)
+            assert noted == [number]
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+        assert signal.getsignal(number) == signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_signal_that_was_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with checkpoint.noted_signals() as noted:
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert noted == []
+    finally:
+        signal.signal(signal.SIGINT, before)

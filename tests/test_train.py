@@ -45,7 +45,7 @@ def run(output, *flags):
 
 def without_seconds(folder):
     return [
-        {name: value for name, value in metrics.items() if not name.startswith("seconds/")}
+        {name: value for name, value in metrics.items() if not name.startswith(("seconds/", "rate/"))}
         for metrics in read_metrics(folder / "metrics.jsonl")
     ]
 

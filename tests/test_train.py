@@ -52,8 +52,8 @@ def without_seconds(folder):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A short run of the default method: cloned for 100 steps, three RL steps."""
-    return run(tmp_path_factory.mktemp("runs"), "--sft_steps", "100")
+    """A short run of the default method: cloned for 100 steps, three RL steps of two epochs."""
+    return run(tmp_path_factory.mktemp("runs"), "--sft_steps", "100", "--epochs", "2")
 
 
 def test_a_run_leaves_its_files(finished):
@@ -186,12 +186,13 @@ def test_time_is_limited_without_that_of_cloning():
     assert reason(cloning=0.0, rollout=40.0, update=21.0) == "max_minutes 1.0 reached"
 
 
-def test_rates_and_seconds_of_the_lines_are_those_of_the_step(tmp_path):
-    results, folder = run(tmp_path, "--method", "gigpo", "--sft_steps", "20", "--epochs", "2")
+def test_rates_and_seconds_of_the_lines_are_those_of_the_step(finished):
+    _, folder = finished
     metrics = read_metrics(folder / "metrics.jsonl")[1:]
+    assert any(m["tokens"] for m in metrics)
     for m in metrics:
         assert m["rate/rollout"] == pytest.approx(m["sampled_tokens"] / m["seconds/rollout"])
-        assert m["rate/update"] == pytest.approx(2 * m["tokens"] / m["seconds/update"]) and m["tokens"] > 0
+        assert m["rate/update"] == pytest.approx(2 * m["tokens"] / m["seconds/update"])  # two epochs
     total = json.loads((folder / "results.json").read_text())["seconds"]
     assert total["rollout"] == pytest.approx(sum(m["seconds/rollout"] for m in metrics))
 
@@ -246,6 +247,7 @@ def test_a_step_without_an_informative_group_is_skipped(tmp_path):
         assert all(m[name] is None for name in UPDATE_METRICS)
 
 
+@pytest.mark.slow
 def test_own_rollouts_can_be_cloned(finished, tmp_path):
     _, cloned = finished
     flags = "--recipe tiny --sft_data rollouts --sft_episodes 64 --sft_steps 5 --steps 0"
@@ -280,6 +282,7 @@ def test_the_task_of_the_readme_trains_and_its_expert_always_wins(tmp_path):
     assert record["task_type"] is None and record["turns"][0]["action_type"] is None
 
 
+@pytest.mark.slow
 def test_metrics_reach_a_tracker(finished, tmp_path):
     pytest.importorskip("tensorboard", reason="requirements-trackers.txt is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -33,6 +33,13 @@ class Progress:
     results: dict[str, dict] = field(default_factory=dict)  # by policy and panel
 
 
+def write_json(path: Path, content: dict) -> None:
+    """Write a file as a whole or not at all: a process that is killed, or a full disk, leaves the one before."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1))
+    os.replace(partial, path)
+
+
 def save(accelerator, run_folder: Path, progress: Progress) -> Path:
     """Write a checkpoint, then remove all but the newest KEEP. OSError if it cannot be written; others stay intact."""
     final = run_folder / "checkpoints" / f"step-{progress.step}"
@@ -55,22 +62,25 @@ def save(accelerator, run_folder: Path, progress: Progress) -> Path:
         raise OSError(
             f"checkpoint {final} could not be written: {error}; {kept or 'no earlier one'} is intact"
         ) from error
-    for path in _by_step(run_folder)[:-KEEP]:
-        shutil.rmtree(path)
+    kept = [path for path in _by_step(run_folder) if is_complete(path)][-KEEP:]
+    for path in _by_step(run_folder):
+        if path not in kept:
+            shutil.rmtree(path)
     return final
 
 
 def _by_step(run_folder: Path) -> list[Path]:
-    """Checkpoint folders by step, complete or not; temporary ones are left out."""
+    """Checkpoint folders by step, complete or not; temporary ones, and those of other names, are left alone."""
     folders = (run_folder / "checkpoints").glob("step-*")
-    return sorted((p for p in folders if p.suffix != ".partial"), key=lambda path: int(path.name.partition("-")[2]))
+    return sorted((p for p in folders if p.name[5:].isdecimal()), key=lambda path: int(path.name[5:]))
 
 
 def is_complete(path: Path) -> bool:
     """Whether a checkpoint has its mark, and every file that the mark names at the size it names."""
-    if not (path / "complete").is_file():
+    try:
+        sizes = json.loads((path / "complete").read_text())
+    except (OSError, ValueError):
         return False
-    sizes = json.loads((path / "complete").read_text())
     return all((path / name).is_file() and (path / name).stat().st_size == size for name, size in sizes.items())
 
 

@@ -14,7 +14,7 @@ import envs
 from advantages import ADVANTAGES
 from grpo import METHODS, Method, print_table
 from losses import AGGREGATIONS, SURROGATES
-from recipes import print_recipes, recipe
+from recipes import RECIPES, print_recipes, recipe
 
 
 def knob(default, text: str, limits: str | None = None, aliases=()):
@@ -38,7 +38,7 @@ class Config:
     overwrite: bool = knob(False, "replace a run folder that exists")
     resume: bool = knob(False, "go on from the run folder's newest complete checkpoint, if it has one")
     save_every: int = knob(10, "steps between checkpoints", "1..1e6")
-    max_minutes: float = knob(0.0, "stop training after this time, evaluate and save; 0 is no limit", "0..1e6")
+    max_minutes: float = knob(0.0, "stop after this time without cloning, evaluate, save; 0 is no limit", "0..1e6")
     log_with: str = knob("", "also send metrics to this tracker of accelerate: tensorboard, wandb, trackio, ...")
     record_groups: int = knob(4, "groups of a step, drawn from all it sampled, kept in rollouts.jsonl.gz", "0..1e6")
     entropy_threshold: float = knob(
@@ -199,7 +199,10 @@ FREE_ON_RESUME = "output name resume overwrite steps max_minutes save_every log_
 def read_settings(folder: Path) -> dict:
     """The settings of a run folder. ValueError where it is none, or one of a later version."""
     path = folder / "config.json"
-    saved = json.loads(path.read_text()) if path.is_file() else None
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError):
+        saved = None
     if not isinstance(saved, dict) or saved.keys() - Config.__dataclass_fields__.keys():
         raise ValueError(f"{folder}: allowed is a run folder of train.py, with its config.json")
     return asdict(Config(**saved))
@@ -209,7 +212,7 @@ def continued(config: Config, typed: dict) -> Config:
     """The settings that a run folder was started with, and of what was typed those that may change on --resume."""
     if not config.folder.exists():
         return config
-    saved = read_settings(config.folder)
+    saved = read_settings(config.folder) | {"overwrite": False, "output": config.output, "name": config.folder.name}
     for name in typed.keys() - set(FREE_ON_RESUME):
         if typed[name] != saved[name]:
             free = ", ".join(FREE_ON_RESUME)
@@ -234,11 +237,15 @@ def parse(argv: list[str] | None = None) -> Config:
         parser.exit()
     try:
         config, source = resolve(typed)
+        if config.resume:
+            config = continued(config, typed)
         if dry_run:
+            if f"{config.task} paper" not in RECIPES:
+                envs.load(config.task)
             for name, value in asdict(config).items():
-                print(f"{name:24} {value!s:20} {source[name]}")
+                print(f"{name:24} {value!s:20} {'the run' if config.resume and name not in typed else source[name]}")
             parser.exit()
-        return continued(config, typed) if config.resume else config
+        return config
     except ValueError as error:
         parser.error(str(error))
 

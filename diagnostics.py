@@ -40,8 +40,8 @@ def partition(
 
         part = 4 * (advantage > 0) + 2 * (ratio > 1) + (entropy > threshold)
 
-    Advantage, ratio and entropy are those of the sequence: means over its tokens, the ratio of logarithms. So a
-    ratio of exactly 1, as in the first update of a step, is `down`. All [M]; returns [M], int64.
+    Advantage and entropy are means over the tokens of the sequence, its ratio is exp of the mean log-ratio. A ratio
+    of exactly 1, as in the first update of a step, is `down`. All [M]; returns [M], int64.
     """
     positive = segment_mean(advantages, sequence) > 0
     up = segment_mean(logprobs - old_logprobs, sequence) > 0

@@ -30,6 +30,7 @@ from sft import play_scripted
 
 Z = 1.959964  # of a 95 % interval
 SUCCESS = ("success", "success_low", "success_high")
+TRAINING = "epochs mini_batch learning_rate method surrogate advantage steps resume overwrite output name".split()
 LOOPS = ("loops/repeated", "loops/oscillation", "loops/pagination")
 SETTINGS = ("task", "seed", "eval_temperature", "eval_top_p", "eval_top_k")  # that a report repeats
 
@@ -238,6 +239,9 @@ def read_flags(argv: list[str] | None) -> tuple[Parser, dict]:
 def check_flags(typed: dict) -> list[int]:
     """The k of pass@k. ValueError on flags of eval that are out of range or contradict each other."""
     samples, ks, file = typed.get("samples", 1), typed.get("pass_k", "1"), Path(typed.get("records", "new"))
+    for name in TRAINING:
+        if name in typed:
+            raise ValueError(f"--{name} {typed[name]}: a setting of training; evaluation does not read it")
     for name in ("checkpoint", "show", "html", "at_step", "model", "task", "recipe"):
         belongs = name not in ("model", "task", "recipe")
         if name in typed and belongs != ("run" in typed):
@@ -309,7 +313,7 @@ def main(argv: list[str] | None = None) -> dict:
         env, tasks = envs[0], panel(envs[0], split, config.eval_levels)
         if "run" in typed and not Path(config.model).is_dir():
             raise ValueError(
-                f"--run {typed['run']}: {config.model} is not there yet; --checkpoint takes an earlier one"
+                f"--run {typed['run']}: {config.model} is not there yet; --checkpoint N takes weights saved so far"
             )
         model, tokenizer = load_policy(config.model, [], config.hidden, config.layers, config.dtype)
         check_first_prompt(tokenizer, env, tasks[0], config.max_prompt_tokens)

@@ -139,13 +139,14 @@ def update_policy(
             optimizer.step()
             losses.append(total)
             norms.append(norm)
+            sums.append(batch_sums)
+            tokens.append(num_tokens)
         else:
             skipped += 1
         optimizer.zero_grad(set_to_none=True)
-        sums.append(batch_sums)
-        tokens.append(num_tokens)
     means = {"loss": np.mean(losses or [np.nan]).item(), "grad_norm": np.mean(norms or [np.nan]).item()}
-    return update_metrics(sums, tokens) | means | {"updates": len(losses), "skipped_updates": skipped}
+    seen = update_metrics(sums, tokens) if sums else {}
+    return seen | means | {"updates": len(losses), "skipped_updates": skipped}
 
 
 def print_table() -> None:

@@ -134,7 +134,7 @@ def mean_over_runs(runs: list[dict[int, float]]) -> tuple[list[int], list[float]
 
 
 def read_run(folder: Path) -> tuple[dict, list[dict]]:
-    """Settings and metrics of a run folder. ValueError that names it where it is none, or holds no step yet."""
+    """Settings and metrics of a run folder, perhaps without a step so far. ValueError that names it if it is none."""
     for name in ("config.json", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: allowed is a run folder of train.py, with its {name}")
@@ -142,10 +142,8 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
         config, metrics = json.loads((folder / "config.json").read_text()), read_metrics(folder / "metrics.jsonl")
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder}: config.json or metrics.jsonl is not JSON: {error}") from error
-    if "method" not in config:
+    if "method" not in config or not all(isinstance(line, dict) for line in metrics):
         raise ValueError(f"{folder}: its config.json is not that of a run of train.py")
-    if not metrics:
-        raise ValueError(f"{folder}: its metrics.jsonl holds no step yet")
     return config, metrics
 
 
@@ -154,8 +152,13 @@ def group_runs(folders: list[Path]) -> list[Group]:
     members = {}
     for folder in dict.fromkeys(folders):
         config, metrics = read_run(folder)
+        if not metrics:
+            print(f"{folder}: no step yet; left out", file=sys.stderr)
+            continue
         settings = json.dumps({name: config[name] for name in config.keys() - BOOKKEEPING}, sort_keys=True)
         members.setdefault((config["method"], config.get("task"), settings), []).append((folder, metrics))
+    if not members:
+        raise ValueError(f"{', '.join(map(str, folders))}: no step yet in any of them")
     methods, tasks = {method for method, _, _ in members}, {task for _, task, _ in members}
     spare = sorted((STYLES[method] for method in STYLES.keys() - methods), key=lambda look: (look[1] == "-", look))
     groups, drawn = [], set()

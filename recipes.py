@@ -123,7 +123,8 @@ RECIPES = {
     },
 }
 
-# What the authors' released code amounts to, beyond its place in METHODS; on WebShop its filter never starts.
+# What the authors' released code amounts to, beyond its place in METHODS. On WebShop its filter never starts, and the
+# parser does not look whether an action is admissible. For TIR Math it has no SAMPO.
 SAMPO_RELEASED = {
     "baseline": "turn",
     "penalty_scope": "turn_local",
@@ -132,11 +133,23 @@ SAMPO_RELEASED = {
     "filter_cold_start": 15,
     "fill_uniform": True,
 }
-SAMPO_RELEASED_WEBSHOP = {"clip_low": 3e-3, "clip_high": 4e-3, "std": False, "dynamic_sampling": False}
+SAMPO_RELEASED_WEBSHOP = {
+    "clip_low": 3e-3,
+    "clip_high": 4e-3,
+    "std": False,
+    "dynamic_sampling": False,
+    "inadmissible_is_invalid": False,
+    "steps": 250,
+}
 
 
 def recipe(task: str, which: str, method: str, surrogate: str, advantage: str) -> list[tuple[str, dict]]:
-    """Layers [(where from, numbers)] of a task's recipe, later ones win; a user's own task takes PAPER or TINY."""
+    """Layers [(where from, numbers)] of a task's recipe, later ones win; a user's own task takes PAPER or TINY.
+
+    Raises ValueError for what the released code does not have.
+    """
+    if method == "sampo_released" and task == "tir_math":
+        raise ValueError("--method sampo_released: the released code has it for other tasks than tir_math")
     name = f"{task} {which}"
     common = RECIPES.get(name, PAPER if which == "paper" else TINY)
     layers = [(name, common)]

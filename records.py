@@ -134,6 +134,10 @@ def read_records(path: Path) -> Iterator[dict]:
     """Stream the records of all complete members. ValueError if there is no such file, or it is damaged inside."""
     if not Path(path).is_file():
         raise ValueError(f"{path}: there is no such file of rollouts")
+    with open(path, "rb") as file:
+        start = file.read(2)
+    if start != HEADER[: len(start)]:
+        raise ValueError(f"{path}: not a file of rollouts, which train.py and eval.py --records write")
     return (json.loads(line) for member in members(path) for line in member.splitlines())
 
 

@@ -29,6 +29,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -68,8 +69,8 @@ def timed(seconds: dict[str, float], part: str):
 
 def check_folder(config: Config) -> Path:
     """The folder of a run. ValueError if it exists, unless it is an earlier run's, to be overwritten or resumed."""
-    folder = config.folder
-    is_run = (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
+    folder, path = config.folder, config.folder / "config.json"
+    is_run = path.is_file() and '"method"' in path.read_text()
     if folder.exists() and not (is_run and (config.overwrite or config.resume)):
         raise ValueError(
             f"--name {folder.name}: {folder} exists; allowed is a new name, or --resume or --overwrite of a run"
@@ -110,8 +111,11 @@ class Run:
         self.accelerator = make_accelerator(config)
         self.checkpoint = checkpoint.newest(self.folder) if config.resume else None
         self.progress = checkpoint.read_progress(self.checkpoint) if self.checkpoint else checkpoint.Progress()
-        if (self.folder / "results.json").exists() and config.resume and self.progress.step >= config.steps:
-            raise ValueError(f"--resume: {self.folder} is finished; allowed is more than --steps {config.steps}")
+        done, metrics = self.progress.step, self.folder / "metrics.jsonl"
+        if config.steps < done or config.steps == done and (self.folder / "results.json").exists():
+            raise ValueError(f"--steps {config.steps}: {self.folder} is finished up to step {done}; allowed is more")
+        if config.resume and not self.checkpoint and metrics.exists() and len(read_metrics(metrics)) > 1:
+            raise ValueError(f"--resume: {self.folder} has steps but no complete checkpoint; allowed is --overwrite")
         self.envs = make_envs(config, config.groups_per_step * config.group_size)
         self.env = self.envs[0]
         can_show = hasattr(self.env, "expert") and not self.env.append_only
@@ -135,13 +139,13 @@ class Run:
             cut(metrics, self.progress.metrics_size)
             cut(rollouts, self.progress.rollouts_size)
         else:
+            if self.config.resume:
+                print(f"no complete checkpoint in {self.folder}: starting anew", file=sys.stderr)
             if self.folder.exists():
-                if self.config.resume:
-                    print(f"no complete checkpoint in {self.folder}: starting anew", file=sys.stderr)
                 shutil.rmtree(self.folder)
             self.folder.mkdir(parents=True)
-            metrics.touch()
-        (self.folder / "config.json").write_text(json.dumps(asdict(self.config), indent=1))
+        checkpoint.write_json(self.folder / "config.json", asdict(self.config))
+        metrics.touch()
         self.accelerator.init_trackers("sampo", asdict(self.config))
 
     def play(self, tasks: list[str], key: tuple) -> list[Trajectory]:
@@ -247,7 +251,7 @@ def reason_to_stop(run: Run, history: list[dict], signals: list[int]) -> str:
     c, spent = run.config, run.progress.seconds
     if signals:
         return f"signal {signals[0]}"
-    used = sum(run.seconds.values()) + sum(spent.values()) - spent.get("cloning", 0.0)
+    used = sum(value for seconds in (run.seconds, spent) for part, value in seconds.items() if part != "cloning")
     if 0 < 60 * c.max_minutes < used:
         return f"max_minutes {c.max_minutes} reached"
     if c.stop_on_collapse and any(history[-1][f"collapse/{sign}"] for sign in COLLAPSE_SIGNS):
@@ -276,14 +280,16 @@ def train(run: Run) -> int:
             metrics |= collapse_signs(history)
             if warning := collapse_warning(history):
                 tqdm.write(warning, file=sys.stderr)
+            evaluated = step % c.eval_every == 0 or step == c.steps
+            if evaluated:
+                run.evaluate_step(metrics)
             stop = reason_to_stop(run, history, signals)
-            due = bool(stop) or step == c.steps
-            if step % c.eval_every == 0 or (due and not signals):
+            if stop and not evaluated and not signals:
                 run.evaluate_step(metrics)
             run.log(log, metrics)
             held_out = progress.results["after RL"]["valid_seen"]["success"]
             bar.set_postfix(train=f"{metrics.get('train/success', 0):.2f}", held_out=f"{held_out:.2f}")
-            if due or step % c.save_every == 0:
+            if stop or step == c.steps or step % c.save_every == 0:
                 with timed(run.seconds, "saving"):
                     checkpoint.save(run.accelerator, run.folder, progress)
             if len(history) > 3 and all(m["skipped_updates"] > m["updates"] == 0 for m in history[-3:]):
@@ -322,16 +328,16 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
         if not run.checkpoint:
             start(run)
         stopped = train(run)
-    except OSError as error:
-        sys.exit(f"train.py: {error}")
-    run.save_model("model")
-    plot_curves(run.folder, f"{config.task} · {config.method} · seed {config.seed}")
-    run.accelerator.end_training()
-    if stopped:
-        sys.exit(128 + stopped)
-    results["after RL"]["valid_unseen"] = run.evaluate("valid_unseen")
-    report = {"results": results, "seconds": progress.seconds, "cloning_loss": progress.cloning_loss}
-    (run.folder / "results.json").write_text(json.dumps(report, indent=1))
+        run.save_model("model")
+        plot_curves(run.folder, f"{config.task} · {config.method} · seed {config.seed}")
+        run.accelerator.end_training()
+        if stopped:
+            sys.exit(128 + stopped)
+        results["after RL"]["valid_unseen"] = run.evaluate("valid_unseen")
+        report = {"results": results, "seconds": progress.seconds, "cloning_loss": progress.cloning_loss}
+        checkpoint.write_json(run.folder / "results.json", report)
+    except (OSError, SafetensorError) as error:
+        sys.exit(f"train.py: {run.folder}: {error}")
     print(closing_table(results, progress.seconds, time.perf_counter() - began))
     print(f"\n{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir()))}")
     return results

@@ -89,8 +89,13 @@ def test_a_resumed_run_knows_the_steps_before_it(whole, tmp_path, monkeypatch):
 def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_so(whole, tmp_path, capsys):
     folder = copy(whole, tmp_path)
     shutil.rmtree(folder / "checkpoints")
+    flags = [*SMALL.split(), "--output", str(tmp_path), "--resume"]
+    with pytest.raises(SystemExit):  # a run of six steps is not thrown away
+        train.main(flags)
+    assert "has steps but no complete checkpoint; allowed is --overwrite" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_text("")
     (folder / "notes").write_text("of the run that was killed")
-    train.main([*SMALL.split(), "--output", str(tmp_path), "--resume", "--steps", "0", "--sft_steps", "15"])
+    train.main([*flags, "--steps", "0"])
     assert f"no complete checkpoint in {folder}: starting anew" in capsys.readouterr().err
     assert [m["step"] for m in read_metrics(folder / "metrics.jsonl")] == [0] and not (folder / "notes").exists()
 
@@ -101,7 +106,7 @@ def test_more_steps_go_on_from_where_a_finished_run_ended(whole, tmp_path, capsy
     flags = [*SMALL.split(), "--output", str(tmp_path), "--resume"]
     with pytest.raises(SystemExit) as stop:
         train.main(flags)
-    assert stop.value.code == 2 and "is finished; allowed is more than --steps 6" in capsys.readouterr().err
+    assert stop.value.code == 2 and "is finished up to step 6; allowed is more" in capsys.readouterr().err
     train.main([*flags, "--steps", "7"])
     assert [m["step"] for m in read_metrics(folder / "metrics.jsonl")] == list(range(8))
     assert repeatable(folder)[:7] == repeatable(whole)
@@ -177,6 +182,29 @@ def test_sigterm_saves_and_exits_and_the_run_can_go_on(whole, tmp_path):
     assert repeatable(folder) == repeatable(whole) and weights(folder) == weights(whole)
 
 
+def test_an_overwriting_run_can_be_resumed_and_so_can_a_copy_where_it_lies(whole, tmp_path):
+    folder = copy(whole, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"overwrite": True}))
+    shutil.rmtree(folder / "checkpoints" / "step-6")
+    before = (whole / "metrics.jsonl").read_bytes()
+    train.main([*SMALL.split(), "--output", str(tmp_path), "--save_every", "1", "--resume"])
+    assert repeatable(folder) == repeatable(whole) and (whole / "metrics.jsonl").read_bytes() == before
+    assert json.loads((folder / "config.json").read_text())["output"] == str(tmp_path)
+
+
+def test_what_may_change_on_resume_changes_and_nothing_else(whole, tmp_path, capsys):
+    copy(whole, tmp_path)
+    flags = ["--output", str(tmp_path), "--method", "gigpo", "--resume"]
+    free = {"steps": 9, "max_minutes": 3.0, "save_every": 7, "stop_on_collapse": True}
+    config = parse([*flags, *(part for name, value in free.items() for part in (f"--{name}", str(value)))])
+    assert {name: getattr(config, name) for name in free} == free
+    for flag in ("--seed 1 --name sokoban-gigpo-seed0", "--eval_every 4", "--record_groups 5", "--group_size 4"):
+        with pytest.raises(SystemExit):
+            parse([*flags, *flag.split()])
+        assert f"{flag.split()[0]} {flag.split()[1]}: the run has" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])  # an evaluation is due at step 3
 def test_a_signal_in_any_step_ends_it_saves_and_changes_nothing_later(whole, tmp_path, monkeypatch, step):
@@ -197,6 +225,26 @@ def test_a_signal_in_any_step_ends_it_saves_and_changes_nothing_later(whole, tmp
     monkeypatch.setattr(train, "sample_step", sample)
     train.main([*flags, "--resume"])
     assert repeatable(folder) == repeatable(whole) and weights(folder) == weights(whole)
+
+
+def test_a_signal_in_the_last_step_does_not_leave_an_old_result(whole, tmp_path, monkeypatch):
+    sample = train.sample_step
+
+    def interrupted(run, at):
+        if at == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return sample(run, at)
+
+    folder = tmp_path / whole.name
+    shutil.copytree(whole, folder)
+    flags = [*SMALL.split(), "--output", str(tmp_path), "--resume", "--steps", "7"]  # evaluations every 3 steps
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(train, "sample_step", interrupted)
+        train.main(flags)
+    assert stop.value.code == 128 + signal.SIGTERM and "eval/success" in read_metrics(folder / "metrics.jsonl")[7]
+    train.main(flags)  # nothing is left but the last evaluation
+    results = json.loads((folder / "results.json").read_text())["results"]
+    assert results["after RL"]["valid_seen"]["turns"] == read_metrics(folder / "metrics.jsonl")[7]["eval/turns"]
 
 
 def test_a_run_with_more_steps_that_is_killed_at_its_end_is_not_taken_for_finished(whole, tmp_path, monkeypatch):
@@ -250,11 +298,24 @@ def test_the_two_newest_checkpoints_are_kept(saved, tmp_path):
     assert newest(tmp_path).name == "step-10"  # by number, not by letter
 
 
-@pytest.mark.parametrize("spoil", ["no mark", "cut file", "missing file", "temporary"])
+def test_a_copy_of_a_checkpoint_is_left_alone_and_a_spoilt_one_takes_no_place(saved, tmp_path):
+    accelerator, *_ = saved
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints / "step-2", checkpoints / "step-2-good")
+    for step in (20, 30):  # of a run that went on from step 2: these two were cut
+        shutil.copytree(checkpoints / "step-2", checkpoints / f"step-{step}")
+        (checkpoints / f"step-{step}" / "complete").unlink()
+    assert save(accelerator, tmp_path, Progress(step=15)).exists()
+    assert {path.name for path in checkpoints.iterdir()} == {"step-2", "step-15", "step-2-good"}
+
+
+@pytest.mark.parametrize("spoil", ["no mark", "empty mark", "cut file", "missing file", "temporary"])
 def test_a_half_written_newest_checkpoint_is_skipped_with_a_message(saved, tmp_path, capsys, spoil):
     latest = tmp_path / "checkpoints" / "step-2"
     if spoil == "no mark":
         (latest / "complete").unlink()
+    elif spoil == "empty mark":
+        (latest / "complete").write_text("")
     elif spoil == "cut file":
         os.truncate(latest / "model.safetensors", 100)
     elif spoil == "missing file":

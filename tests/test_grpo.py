@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from config import Config
+from diagnostics import PARTS
 from engines import Prompt, Sampling, TransformersEngine
 from grpo import METHODS, Method, add_old_logprobs, make_mini_batches, policy_loss, print_table, update_policy
 from losses import AGGREGATIONS, SURROGATES, aggregate
@@ -170,12 +171,11 @@ def ready(model, tokenizer, advantages, **sizes):
     return batches
 
 
-def update(model, optimizer, batches, grad_clip=1e9, epochs=1):
+def update(model, optimizer, batches, grad_clip=1e9, epochs=1, temperature=1.0):
     surrogate = partial(SURROGATES["ppo_clip"], clip_low=0.2, clip_high=0.3)
     loss = partial(policy_loss, surrogate, aggregation="token-mean", entropy_coef=0.0, **PLAIN)
-    return update_policy(
-        model, optimizer, batches, loss, temperature=1.0, epochs=epochs, grad_clip=grad_clip, entropy_coef=0.0
-    )
+    settings = {"temperature": temperature, "epochs": epochs, "grad_clip": grad_clip, "entropy_coef": 0.0}
+    return update_policy(model, optimizer, batches, loss, **settings)
 
 
 SIGNS = [1.0, -1.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0]
@@ -234,6 +234,31 @@ def test_a_non_finite_gradient_is_skipped_and_counted(model, tokenizer):
     metrics = update(model, recorder, batches)
     assert (metrics["updates"], metrics["skipped_updates"], len(recorder.gradients)) == (1, 1, 1)
     assert torch.isfinite(recorder.gradients[0]).all()
+
+
+def test_the_numbers_of_a_step_are_those_of_the_updates_it_took(model, tokenizer):
+    """An update that is skipped for its gradient leaves none of its own behind."""
+    batches = ready(model, tokenizer, SIGNS, mini_batch=4)
+    whole = update(model, Recorder(model), batches)
+    batches[1][0].advantages += float("nan")
+    metrics = update(model, Recorder(model), batches)
+    assert (whole["updates"], whole["staleness"]) == (2, 1)
+    assert (metrics["updates"], metrics["skipped_updates"], metrics["staleness"]) == (1, 1, 0)
+    assert sum(metrics[f"share/{part}"] for part in PARTS) == pytest.approx(1)
+    assert metrics == update(model, Recorder(model), batches[:1]) | {"skipped_updates": 1}
+    batches[0][0].advantages += float("nan")
+    assert set(update(model, Recorder(model), batches)) == {"loss", "grad_norm", "updates", "skipped_updates"}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+def test_the_update_divides_by_the_temperature_of_the_old_logprobs(model, tokenizer, temperature):
+    batches, _ = sampled_batches(model, tokenizer, temperature, mini_batch=8)
+    packs = [pack for batch in batches for pack in batch]
+    add_old_logprobs(model, model, packs, temperature, 8)
+    for pack in packs:
+        pack.advantages = torch.tensor(SIGNS)[pack.sequence]
+    metrics = update(model, Recorder(model), batches, temperature=temperature)
+    assert abs(metrics["kl_old"]) < 1e-6 and metrics["clip_frac"] == 0
 
 
 def hand_made():

@@ -178,7 +178,6 @@ def test_figure_3_has_room_for_four_and_says_what_it_leaves_out(capsys):
     "make, message",
     [
         (lambda folder: None, "allowed is a run folder of train.py, with its config.json"),
-        (lambda folder: write_run(folder, []) / "metrics.jsonl", "its metrics.jsonl holds no step yet"),
         (lambda folder: (write_run(folder, []) / "metrics.jsonl").unlink(), "with its metrics.jsonl"),
         (lambda folder: write_run(folder, [], cut="no JSON\n"), "is not JSON"),
     ],
@@ -228,6 +227,14 @@ def test_colours_differ_for_the_colour_blind_too(vision):
     ):
         for one, other in combinations(sorted(colors), 2):
             assert np.linalg.norm(lab(one, vision) - lab(other, vision)) > 15, (one, other)
+
+
+def test_a_run_without_a_step_is_left_out_with_a_word_and_alone_refused(tmp_path, capsys):
+    begun, going = write_run(tmp_path / "begun", []), write_run(tmp_path / "going", [step(1)])
+    assert [g.label for g in group_runs([begun, going])] == ["sampo"]
+    assert f"{begun}: no step yet; left out" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no step yet in any of them"):
+        group_runs([begun])
 
 
 def test_a_new_method_is_drawn_in_grey_until_it_has_a_look(tmp_path):

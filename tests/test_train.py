@@ -176,14 +176,13 @@ def test_an_inadmissible_action_counts_as_invalid_where_the_switch_says_so(small
 
 
 def test_time_is_limited_without_that_of_cloning():
-    def reason(**seconds):
+    def reason(before, now):
         config = SimpleNamespace(max_minutes=1.0, stop_on_collapse=False)
-        return train.reason_to_stop(
-            SimpleNamespace(config=config, progress=Progress(seconds=seconds), seconds={}), [], []
-        )
+        run = SimpleNamespace(config=config, progress=Progress(seconds=before), seconds=now)
+        return train.reason_to_stop(run, [], [])
 
-    assert reason(cloning=500.0, rollout=40.0, update=19.0) == ""
-    assert reason(cloning=0.0, rollout=40.0, update=21.0) == "max_minutes 1.0 reached"
+    assert reason({}, {"cloning": 500.0}) == reason({"cloning": 500.0, "rollout": 40.0}, {"update": 19.0}) == ""
+    assert reason({"cloning": 0.0, "rollout": 40.0}, {"update": 21.0}) == "max_minutes 1.0 reached"
 
 
 def test_rates_and_seconds_of_the_lines_are_those_of_the_step(finished):

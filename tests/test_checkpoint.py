@@ -388,10 +388,14 @@ def test_wrong_invocations_on_a_folder_that_exists(whole, line, parts, capsys):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def test_without_flags_a_resumed_run_keeps_the_settings_it_was_started_with(whole, tmp_path):
+def test_without_flags_a_resumed_run_keeps_the_settings_it_was_started_with(whole, tmp_path, capsys):
     copy(whole, tmp_path)
     config = parse(["--output", str(tmp_path), "--name", whole.name, "--resume", "--steps", "9"])
     assert (config.method, config.group_size, config.eval_levels, config.steps) == ("gigpo", 3, 6, 9)
+    with pytest.raises(SystemExit):
+        parse(["--output", str(tmp_path), "--name", whole.name, "--resume", "--steps", "9", "--dry_run"])
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["group_size"] == ["3", "the run"] and lines["steps"] == ["9", "command line"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

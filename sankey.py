@@ -99,6 +99,12 @@ def draw_bars(axis, nodes: Counter, links: Counter, colors: dict[str, str], by_o
     axis.invert_yaxis()
 
 
+def see_through(color: str, opacity: float) -> str:
+    """A colour #rrggbb with an opacity, as every version of Plotly reads it."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {opacity})"
+
+
 def trace_of(nodes: Counter, links: Counter, colors: dict[str, str], by_outcome: bool, turns: int) -> go.Sankey:
     """One diagram of the page; its nodes stay where `place` puts them, in columns of a width of 1 / (turns + 1)."""
     last, name = max(nodes)  # Plotly writes the last column's labels on its links, so the last is one that nobody sees
@@ -120,7 +126,7 @@ def trace_of(nodes: Counter, links: Counter, colors: dict[str, str], by_outcome:
         "source": [number[turn, source] for turn, source, _, _ in links],
         "target": [number[turn + 1, target] for turn, _, target, _ in links],
         "value": list(links.values()),
-        "color": [(OUTCOMES[end] if by_outcome else colors[a]) + ("73" if b else "00") for _, a, b, end in links],
+        "color": [see_through(OUTCOMES[end] if by_outcome else colors[a], 0.45 if b else 0) for _, a, b, end in links],
         "customdata": [f"turn {turn}, {a} to {b}, {end}: {n}" for (turn, a, b, end), n in links.items()],
         "hovertemplate": "%{customdata}<extra></extra>",
     }

@@ -153,7 +153,7 @@ def test_the_page_labels_and_counts_the_nodes(tmp_path):
     assert data[0]["node"]["customdata"][:3] == ["turn 1, a: 3", "turn 1, b: 1", "turn 2, a: 2"]
     assert data[1]["node"]["label"] == ["a", "a", "b", "b", "end: failure", "b", "end: failure", ""]  # aabb and ab
     assert max(data[0]["node"]["x"]) <= 1 and 0 < min(data[0]["node"]["y"]) and max(data[0]["node"]["y"]) <= 1
-    assert data[0]["link"]["color"][0] == "#009E7373"
+    assert data[0]["link"]["color"][0] == "rgba(0, 158, 115, 0.45)"  # #009E73
     assert "rollouts" not in tmp_path.name and f"{tmp_path.name}, steps 1 to 1, turns 1 to 4" in page
 
 

@@ -86,6 +86,7 @@ def test_a_resumed_run_knows_the_steps_before_it(whole, tmp_path, monkeypatch):
     assert [m["collapse/format"] for m in read_metrics(folder / "metrics.jsonl")] == [0] * 6 + [7]
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_so(whole, tmp_path, capsys):
     folder = copy(whole, tmp_path)
     shutil.rmtree(folder / "checkpoints")
@@ -185,6 +186,7 @@ def test_sigterm_saves_and_exits_and_the_run_can_go_on(whole, tmp_path):
     assert repeatable(folder) == repeatable(whole) and weights(folder) == weights(whole)
 
 
+@pytest.mark.slow
 def test_an_overwriting_run_can_be_resumed_and_so_can_a_copy_where_it_lies(whole, tmp_path):
     folder = copy(whole, tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -230,6 +232,7 @@ def test_a_signal_in_any_step_ends_it_saves_and_changes_nothing_later(whole, tmp
     assert repeatable(folder) == repeatable(whole) and weights(folder) == weights(whole)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_does_not_leave_an_old_result(whole, tmp_path, monkeypatch):
     sample = train.sample_step
 
@@ -250,6 +253,7 @@ def test_a_signal_in_the_last_step_does_not_leave_an_old_result(whole, tmp_path,
     assert results["after RL"]["valid_seen"]["turns"] == read_metrics(folder / "metrics.jsonl")[7]["eval/turns"]
 
 
+@pytest.mark.slow
 def test_a_run_with_more_steps_that_is_killed_at_its_end_is_not_taken_for_finished(whole, tmp_path, monkeypatch):
     folder = tmp_path / whole.name
     shutil.copytree(whole, folder)

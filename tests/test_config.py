@@ -31,6 +31,7 @@ WRONG = {  # command line: what the one line must hold
     "--group_size 1": ["--group_size 1", "at least 2", "dynamic sampling"],
     "--penalty_scope turn_local": ["--penalty_scope turn_local", "--baseline turn"],
     "--dual_clip 0.5": ["--dual_clip 0.5", "above 1"],
+    "--dual_clip 1": ["--dual_clip 1.0", "above 1"],
     "--hidden 40": ["--hidden 40", "multiples of 16"],
     "--std maybe": ["--std", "maybe", "true/false"],
     "--mini_batch 0": ["--mini_batch 0", "1.."],

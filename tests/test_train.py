@@ -254,6 +254,7 @@ def test_own_rollouts_can_be_cloned(finished, tmp_path):
     assert results["after cloning"]["valid_seen"]["levels"] == 24
 
 
+@pytest.mark.slow
 def test_the_time_limit_stops_saves_and_evaluates(tmp_path, capsys):
     results, folder = run(tmp_path, "--sft_steps", "0", "--max_minutes", "0.0001", "--steps", "50")
     metrics = read_metrics(folder / "metrics.jsonl")
@@ -261,6 +262,7 @@ def test_the_time_limit_stops_saves_and_evaluates(tmp_path, capsys):
     assert (folder / "model").exists() and "after RL" in results
 
 
+@pytest.mark.slow
 def test_gradients_that_stay_non_finite_stop_the_run(finished, tmp_path, monkeypatch):
     _, cloned = finished
     monkeypatch.setitem(train.ADVANTAGES, "grpo", lambda turns, *, std=True: turns.reward * float("nan"))
@@ -269,6 +271,7 @@ def test_gradients_that_stay_non_finite_stop_the_run(finished, tmp_path, monkeyp
         run(tmp_path, *flags)
 
 
+@pytest.mark.slow
 def test_the_task_of_the_readme_trains_and_its_expert_always_wins(tmp_path):
     readme = (Path(train.__file__).parent / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)

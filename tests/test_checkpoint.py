@@ -76,6 +76,7 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(whole, tmp_path):
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_the_steps_before_it(whole, tmp_path, monkeypatch):
     """The collapse monitor looks back; here it counts what it sees."""
     folder = copy(whole, tmp_path)

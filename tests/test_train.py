@@ -240,7 +240,7 @@ def test_every_method_takes_twenty_steps_with_finite_metrics(method, finished, t
 
 def test_a_step_without_an_informative_group_is_skipped(tmp_path):
     # an untrained policy never succeeds: every group fails, dynamic sampling keeps none
-    _, folder = run(tmp_path, "--sft_steps", "0", "--max_tries", "2")
+    _, folder = run(tmp_path, "--sft_steps", "0", "--max_tries", "2", "--steps", "1")
     for m in read_metrics(folder / "metrics.jsonl")[1:]:
         assert (m["updates"], m["tries"], m["train/all_fail"], m["loss"], m["tokens"]) == (0, 2, 1.0, None, 0)
         assert all(m[name] is None for name in UPDATE_METRICS)

@@ -5,6 +5,7 @@ import inspect
 import json
 from argparse import SUPPRESS
 from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -85,6 +86,12 @@ class Config:
     groups_per_step: int = knob(16, "task instances of a step", "1..1e6")
     group_size: int = knob(8, "trajectories of a task instance", "1..1e6")
     temperature: float = knob(1.0, "of sampling and of every training log-probability", "1e-3..1e3")
+    engine: Literal["auto", "transformers", "vllm"] = knob("auto", "what samples; auto is vllm on a GPU that has it")
+    kv_cache_gib: float = knob(0.25, "vllm: memory of its cache, GiB", "1e-3..1e4")
+    sleep_level: int = knob(
+        0, "vllm on a GPU: free its memory during updates; 1 moves weights to the CPU, 2 drops them", "0..2"
+    )
+    rollout_is_cap: float = knob(0.0, "largest weight of a token between engine and trainer, TIS; 0 is off", "0..1e6")
     max_prompt_tokens: int = knob(2048, "a longer prompt ends the episode as truncated", "1..1e7")
     max_response_tokens: int = knob(512, "a response cut here is invalid", "1..1e7")
     max_tries: int = knob(3, "dynamic sampling: rollouts of a step at most", "1..1e6")
@@ -140,6 +147,8 @@ def check(config: Config) -> None:
             raise ValueError(f"--{item.name} {value}: allowed is {limits}")
     if config.hidden % 16:
         raise ValueError(f"--hidden {config.hidden}: allowed are multiples of 16")
+    if config.engine == "vllm" and not find_spec("vllm"):
+        raise ValueError("--engine vllm: it is not installed; allowed is transformers, or see requirements-vllm.txt")
     if 0 < config.dual_clip <= 1:
         raise ValueError(f"--dual_clip {config.dual_clip}: allowed is 0 (off) or a number above 1")
     if config.dynamic_sampling and config.group_size < 2:
@@ -191,6 +200,17 @@ def resolve(typed: dict) -> tuple[Config, dict[str, str]]:
         values |= layer
         source |= dict.fromkeys(layer, where)
     return Config(**values), source
+
+
+def check_folder(config: Config) -> Path:
+    """The folder of a run. ValueError if it exists, unless it is an earlier run's, to be overwritten or resumed."""
+    folder, path = config.folder, config.folder / "config.json"
+    is_run = path.is_file() and '"method"' in path.read_text()
+    if folder.exists() and not (is_run and (config.overwrite or config.resume)):
+        raise ValueError(
+            f"--name {folder.name}: {folder} exists; allowed is a new name, or --resume or --overwrite of a run"
+        )
+    return folder
 
 
 FREE_ON_RESUME = "output name resume overwrite steps max_minutes save_every log_with stop_on_collapse".split()

@@ -1,21 +1,37 @@
 """Engines sample: prompts of token ids in, sampled ids and their log-probabilities out.
 
     generate(prompts, seeds, sampling) -> list[Generation]
+    load_weights(model, version)    from now on sample from these weights
+    check(model, version)           RuntimeError unless it does
+    sleep()                         leave the GPU's memory to the trainer until the next load_weights
+    close()                         the end
 
 Every prompt has a seed of its own, and its draws depend on nothing else in the batch. The log-probabilities are
-those of log_softmax(logits / temperature), before top_p and top_k, which serve evaluation alone: training samples
-from all tokens.
+those of log_softmax(logits / temperature); training samples from all tokens. top_p and top_k serve evaluation alone,
+where vLLM reports them renormalised over the tokens kept, and Transformers does not.
 """
 
+import os
 import warnings
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
+from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from policy import Row, pack, sampled_logprobs
+
 warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
+
+GAP_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of mean |rollout_logprobs - old_logprobs|
+BLOCK = 32  # tokens of a block of vLLM's cache, the unit of what prompts share
+PROBED = 8  # tokens sampled after the probe's prompt
+PLACE = 0x9E3779B97F4A7C1  # any large odd number
 
 
 @dataclass(frozen=True)
@@ -55,14 +71,54 @@ def choose(logits: Tensor, uniform: Tensor, top_p: float = 1.0, top_k: int = 0) 
     return (pick if ids is None else ids.gather(1, pick))[:, 0]
 
 
+def make_engine(
+    model,
+    tokenizer,
+    *,
+    engine: str,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    kv_cache_gib: float,
+    sleep_level: int,
+):
+    """The engine of that name; auto is vLLM on a GPU that has it installed.
+
+    ValueError where the model's context is too short for prompt and response, or memory for VLLMEngine.
+    """
+    tokens, context = max_prompt_tokens + max_response_tokens, model.config.get_text_config().max_position_embeddings
+    if tokens > context:
+        raise ValueError(f"--max_prompt_tokens and --max_response_tokens: {tokens} in all, allowed is up to {context}")
+    if engine == "vllm" or engine == "auto" and model.device.type == "cuda" and find_spec("vllm"):
+        return VLLMEngine(model, tokenizer, tokens, kv_cache_gib, sleep_level)
+    return TransformersEngine(model, tokenizer)
+
+
+def stop_ids(model, tokenizer) -> list[int]:
+    """Tokens that end a response: the tokenizer's end of sequence and those of the model's generation config."""
+    stop = model.generation_config.eos_token_id or []
+    return sorted({tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])})
+
+
 class TransformersEngine:
     """Batched decoding with a KV cache by a Transformers model; it shares the trainer's weights: none can be stale."""
 
     def __init__(self, model, tokenizer):
         self.model, self.pad = model, tokenizer.pad_token_id
-        stop = model.generation_config.eos_token_id or []
-        stop = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])}
-        self.stop = torch.tensor(sorted(stop), device=model.device)
+        self.stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
+
+    def load_weights(self, model, version: int) -> None:
+        """Nothing to load: they are the model's own."""
+
+    def check(self, model, version: int) -> None:
+        """RuntimeError if it samples from another model."""
+        if model is not self.model:
+            raise RuntimeError("the engine samples from another model than the trainer's")
+
+    def sleep(self) -> None:
+        """Nothing to free: the weights are the trainer's, and the cache of a batch is gone with it."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     @torch.no_grad()
     def generate(self, prompts: list[Prompt], seeds: list[int], sampling: Sampling) -> list[Generation]:
@@ -110,3 +166,145 @@ class TransformersEngine:
         first = torch.where(is_stop.any(1), is_stop.int().argmax(1) + 1, tokens.shape[1]).tolist()
         rows = zip(tokens.tolist(), logprobs.tolist(), first, is_stop.any(1).tolist(), strict=True)
         return [Generation(ids[:n], lps[:n], not stop) for ids, lps, n, stop in rows]
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of the bits of a tensor, by place: the sum of (bits[i] + PLACE * i)^2, modulo 2^64, a part at a time."""
+    total = 0
+    for part in tensor.flatten().view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).split(2**22):
+        places = PLACE * torch.arange(len(part), device=part.device)
+        total = 31 * total + (part + places).square().sum().item()
+    return total % 2**64
+
+
+def weight_stream(model, dtype: torch.dtype, checksums: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of every weight, a tied head too, in `dtype`, one by one; checksums[name] once it is taken."""
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.to(dtype)
+        yield name, tensor
+        checksums[name] = checksum(tensor)
+
+
+def check_gap(mean: float, dtype: torch.dtype) -> None:
+    """RuntimeError where a mean |gap| between engine and trainer, in nats a token, is more than rounding."""
+    if not mean <= GAP_LIMITS[dtype]:
+        raise RuntimeError(
+            f"engine and trainer differ by {mean:.2g} nats a token, allowed is {GAP_LIMITS[dtype]} in {dtype}: "
+            "the engine does not sample from the trainer's policy"
+        )
+
+
+class VLLMEngine:
+    """vLLM in this process, with weights of its own: `load_weights` replaces them, `check` proves that they are fresh.
+
+    The prompts of earlier turns are read from its prefix cache. The constructor takes configuration, device and dtype
+    of `model` alone: its weights come with the first load_weights.
+    """
+
+    def __init__(self, model, tokenizer, max_tokens: int, kv_cache_gib: float, sleep_level: int = 0):
+        """max_tokens are a prompt's and its response's. ValueError where the memory is not there, or not enough."""
+        on_cpu = model.device.type == "cpu"
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if on_cpu:
+            torch._dynamo.config.disable = True  # else the first log-probabilities wait half a minute for a compiler
+        from vllm import LLM, SamplingParams
+
+        self.params, self.stop, self.dtype = SamplingParams, stop_ids(model, tokenizer), model.dtype
+        self.version, self.received, self.sleep_level, self.asleep = None, {}, sleep_level, False
+        config = deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        self.probe = [7 * i % min(config.vocab_size, 1000) for i in range(2 * BLOCK + 1)]
+        with TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            try:
+                self.llm = LLM(
+                    folder,
+                    load_format="dummy",
+                    dtype=str(model.dtype).removeprefix("torch."),
+                    max_model_len=max(max_tokens, len(self.probe) + PROBED),
+                    kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+                    gpu_memory_utilization=0.05,  # a start-up check alone, as the cache has its size
+                    block_size=BLOCK,
+                    enable_prefix_caching=True,
+                    logprobs_mode="processed_logprobs",
+                    enforce_eager=on_cpu,
+                    enable_sleep_mode=sleep_level > 0,
+                )
+            except (ValueError, RuntimeError) as error:
+                raise ValueError(f"--engine vllm, --kv_cache_gib {kv_cache_gib}: {error}") from error
+
+    def generate(self, prompts: list[Prompt], seeds: list[int], sampling: Sampling) -> list[Generation]:
+        """Sample a response to every prompt, seeds[i] for prompts[i], in vLLM's own batches."""
+        if any(prompt.images for prompt in prompts):
+            raise ValueError("images: VLLMEngine reads text alone")
+        return self._sample([prompt.ids for prompt in prompts], seeds, sampling, self.stop)
+
+    def _sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, stop: list[int]):
+        params = [
+            self.params(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_tokens,
+                seed=seed,
+                stop_token_ids=stop,
+                ignore_eos=True,  # what ends a response is `stop` alone
+                logprobs=0,  # of the sampled token
+                detokenize=False,
+                skip_clone=True,  # each is made for one request
+            )
+            for seed in seeds
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        generations = []
+        for output in (output.outputs[0] for output in outputs):
+            ids = list(output.token_ids)
+            logprobs = [at[token].logprob for token, at in zip(ids, output.logprobs, strict=True)]
+            generations.append(Generation(ids, logprobs, output.finish_reason == "length"))
+        return generations
+
+    def load_weights(self, model, version: int) -> None:
+        """Replace every weight in place and drop what the old ones left in the prefix cache."""
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+        self.received = {}
+        stream = weight_stream(model, self.dtype, self.received)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+        self.version, self.asleep = version, False
+
+    @torch.no_grad()
+    def check(self, model, version: int) -> None:
+        """RuntimeError unless it samples from exactly the weights of `model`, those of update `version`.
+
+        Three proofs: the version; the checksum of every weight that the stream delivered; and the log-probabilities of
+        tokens sampled after a fixed prompt of two cache blocks, which a stale cache would change.
+        """
+        if self.version != version:
+            raise RuntimeError(f"the engine has the weights of update {self.version}, the trainer those of {version}")
+        own = {}
+        for _ in weight_stream(model, self.dtype, own):
+            pass
+        if stale := [name for name in own if self.received.get(name) != own[name]]:
+            raise RuntimeError(f"{len(stale)} of {len(own)} weights are not the engine's, {stale[0]} the first")
+        sampled = self._sample([self.probe], [version + 1], Sampling(1.0, PROBED), [])[0]
+        ids = self.probe + sampled.ids
+        row = Row(ids, list(range(len(self.probe), len(ids))), [0] * PROBED, sampled.logprobs)
+        batch = pack([row], 0, model.device)
+        logprobs, _ = sampled_logprobs(model, batch, 1.0)
+        check_gap(float((batch.rollout_logprobs - logprobs).abs().mean()), self.dtype)
+
+    def sleep(self) -> None:
+        """Free the GPU's memory: level 1 keeps the weights in the CPU's, level 2 does not. The cache is lost."""
+        if self.sleep_level:
+            self.llm.sleep(self.sleep_level)
+            self.asleep = True
+
+    def close(self) -> None:
+        """End vLLM, before Accelerate ends the process group that both use."""
+        self.llm.llm_engine.engine_core.shutdown()

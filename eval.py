@@ -21,8 +21,8 @@ from safetensors.torch import load_model
 from transformers.utils import logging
 
 from checkpoint import is_complete
-from config import Config, Parser, make_envs, read_settings, resolve
-from engines import Sampling, TransformersEngine
+from config import Config, Parser, make_envs, numbers_of, read_settings, resolve
+from engines import Sampling, make_engine
 from policy import load_policy
 from records import append_step, read_records, show, trajectory_record, write_page
 from rollout import Trajectory, Turn, check_failures, check_first_prompt, run_episodes
@@ -317,14 +317,17 @@ def main(argv: list[str] | None = None) -> dict:
             )
         model, tokenizer = load_policy(config.model, [], config.hidden, config.layers, config.dtype)
         check_first_prompt(tokenizer, env, tasks[0], config.max_prompt_tokens)
+        if model.num_parameters() < 10**6:
+            torch.set_num_threads(1)  # as in training: a second thread slows a model this small down
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        engine = make_engine(model, tokenizer, **numbers_of(make_engine, config))
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     if weights:
         load_model(model, weights)
-    if model.num_parameters() < 10**6:
-        torch.set_num_threads(1)  # as in training: a second thread slows a model this small down
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    played = play(TransformersEngine(model, tokenizer), tokenizer, envs, tasks, config, samples)
+    engine.load_weights(model, 0)
+    played = play(engine, tokenizer, envs, tasks, config, samples)
+    engine.close()
     if "records" in typed:
         where = [dict(step=0, group=i // samples, member=i % samples, trained=False) for i in range(len(played))]
         records = [trajectory_record(t, env, tokenizer, **at) for t, at in zip(played, where, strict=True)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diagnostics import token_sums, update_metrics
-from losses import aggregate, kl_penalty, sequence_mask
+from losses import aggregate, kl_penalty, rollout_weights, sequence_mask
 from policy import Pack, Row, make_packs, sampled_logprobs
 
 
@@ -85,18 +85,22 @@ def policy_loss(
     kl_estimator: str,
     entropy_coef: float,
     entropy_threshold: float,
+    rollout_is_cap: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of a micro-batch of an optimizer batch of num_tokens and num_sequences; sums over its tokens for the log.
 
-        loss = reduce(keep * surrogate) + kl_coef * reduce(kl) - entropy_coef * reduce(entropy)
+        loss = reduce(keep * weights * surrogate) + kl_coef * reduce(kl) - entropy_coef * reduce(entropy)
 
     reduce is `aggregate`, surrogate(logprobs, old_logprobs, advantages, sequence) -> losses [M], stats. keep is 1
-    without seq_mask; the KL and entropy terms know no mask. logprobs [M], entropy [M].
+    without seq_mask, weights are 1 without rollout_is_cap; the KL and entropy terms know neither. logprobs [M],
+    entropy [M].
     """
     sizes = {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_length": max_response_tokens}
     reduce = partial(aggregate, sequence=pack.sequence, mode=aggregation, **sizes)
     batch = (logprobs, pack.old_logprobs, pack.advantages, pack.sequence)
     losses, stats = surrogate(*batch)
+    if rollout_is_cap:
+        losses = losses * rollout_weights(pack.old_logprobs, pack.rollout_logprobs, rollout_is_cap)
     keep = sequence_mask(*batch, delta=delta) if seq_mask else torch.ones_like(pack.sequence, dtype=torch.bool)
     loss = reduce(torch.where(keep, losses, 0.0))
     loss = loss + kl_coef * reduce(kl_penalty(logprobs, pack.ref_logprobs, kl_estimator))

@@ -170,6 +170,18 @@ def sequence_mask(
     return ~((segment_mean(advantages, sequence) < 0) & (drift > delta))
 
 
+def rollout_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, rollout_is_cap: float) -> Tensor:
+    """Truncated importance weights of tokens that an engine sampled a little off the trainer's policy (TIS).
+
+        weights = min(exp(old_logprobs - rollout_logprobs), rollout_is_cap)
+
+    They multiply the losses of a surrogate; not in the paper (https://fengyao.notion.site/off-policy-rl). All [M].
+    """
+    _check_numbers(rollout_is_cap=(rollout_is_cap, 1e-6, float("inf")))
+    log_weights = (old_logprobs - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.exp(log_weights).clamp(max=rollout_is_cap)
+
+
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(policy || reference) at each sampled token (Schulman, http://joschu.net/blog/kl-approx.html).
 

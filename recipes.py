@@ -39,6 +39,7 @@ PAPER = {  # cloning (RFT) of the model comes first, so that it is the paper's Q
     "eval_top_k": 20,
     "eval_levels": 128,
     "max_tries": 3,
+    "kv_cache_gib": 32.0,  # ours
     "history": 2,
     "steps": 200,
     "delta": 3e-3,  # the released scripts; not in the paper

@@ -23,7 +23,6 @@ from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from logging import getLogger
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -35,9 +34,9 @@ from transformers.utils import logging
 
 import checkpoint
 from advantages import ADVANTAGES
-from config import Config, make_envs, numbers_of, parse
+from config import Config, check_folder, make_envs, numbers_of, parse
 from diagnostics import COLLAPSE_SIGNS, UPDATE_METRICS, collapse_signs, collapse_warning, engine_gap, sampling_metrics
-from engines import Sampling, TransformersEngine
+from engines import Sampling, check_gap, make_engine
 from eval import closing_table, evaluate, evaluate_players, panel
 from grpo import add_old_logprobs, make_mini_batches, policy_loss, update_policy
 from losses import SURROGATES
@@ -65,17 +64,6 @@ def timed(seconds: dict[str, float], part: str):
     start = time.perf_counter()
     yield
     seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - start
-
-
-def check_folder(config: Config) -> Path:
-    """The folder of a run. ValueError if it exists, unless it is an earlier run's, to be overwritten or resumed."""
-    folder, path = config.folder, config.folder / "config.json"
-    is_run = path.is_file() and '"method"' in path.read_text()
-    if folder.exists() and not (is_run and (config.overwrite or config.resume)):
-        raise ValueError(
-            f"--name {folder.name}: {folder} exists; allowed is a new name, or --resume or --overwrite of a run"
-        )
-    return folder
 
 
 def make_accelerator(config: Config) -> Accelerator:
@@ -127,7 +115,7 @@ class Run:
         model, self.tokenizer = load_policy(name, self.env.words(), config.hidden, config.layers, config.dtype)
         check_first_prompt(self.tokenizer, self.env, self.stream.tasks[0], config.max_prompt_tokens)
         self.model = self.accelerator.prepare(model)
-        self.engine = TransformersEngine(self.model, self.tokenizer)
+        self.engine = make_engine(self.model, self.tokenizer, **numbers_of(make_engine, config))
         self._open_folder()
 
     def _open_folder(self) -> None:
@@ -154,6 +142,11 @@ class Run:
         sampling = Sampling(c.temperature, c.max_response_tokens)
         keys = [(c.seed, *key, i) for i in range(len(tasks))]
         return run_episodes(self.engine, self.tokenizer, self.envs, tasks, keys, sampling, c.max_prompt_tokens)
+
+    def sync(self, version: int) -> None:
+        """Give the engine the weights of the policy after update `version`."""
+        with timed(self.seconds, "sync"):
+            self.engine.load_weights(self.model, version)
 
     def evaluate(self, split: str) -> dict[str, float]:
         """One episode on each task of a held-out panel."""
@@ -214,14 +207,18 @@ def weigh(run: Run, groups: list, reference, packs: list) -> tuple[bool, dict[st
         turn.entropy, turn.advantage = float(entropy[i]), float(advantages[i])
     for pack in packs:
         pack.advantages = torch.as_tensor(advantages, dtype=torch.float32, device=pack.sequence.device)[pack.sequence]
-    return bool(advantages.any()), {"entropy": float(entropy.mean())} | engine_gap(packs)
+    gap = engine_gap(packs)
+    check_gap(gap["gap/mean"], run.model.dtype)
+    return bool(advantages.any()), {"entropy": float(entropy.mean())} | gap
 
 
 def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
     """One rollout and its updates, none where no advantage differs from 0; returns the metrics of the step."""
     c, pad, device = run.config, run.tokenizer.pad_token_id, run.accelerator.device
     with timed(run.seconds, "rollout"):
+        run.engine.check(run.model, step - 1)
         groups, everything, metrics = sample_step(run, step)
+    run.engine.sleep()
     metrics["rate/rollout"] = metrics["sampled_tokens"] / run.seconds["rollout"]
     metrics |= dict.fromkeys(UPDATE_METRICS) | {"tokens": 0, "updates": 0, "skipped_updates": 0}
     rows = make_rows(groups, run.env.append_only)
@@ -238,6 +235,7 @@ def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
             settings = numbers_of(update_policy, c) | {"backward": run.accelerator.backward}
             metrics |= update_policy(run.model, optimizer, batches, loss, **settings)
             metrics["tokens"] = sum(len(row.sampled) for row in rows)
+    run.sync(step)
     metrics["rate/update"] = c.epochs * metrics["tokens"] / run.seconds["update"]
     with timed(run.seconds, "recording"):
         rng = generator(c.seed, "records", step)
@@ -271,6 +269,7 @@ def train(run: Run) -> int:
     optimizer = run.accelerator.prepare(optimizer)
     if run.checkpoint:
         run.accelerator.load_state(str(run.checkpoint))
+        run.sync(progress.step)
     history, todo = read_metrics(path), range(progress.step + 1, c.steps + 1)
     bar = tqdm(todo, c.method, initial=todo.start, total=todo.stop)
     with open(path, "a") as log, bar, checkpoint.noted_signals() as signals:
@@ -304,9 +303,11 @@ def start(run: Run) -> None:
     """What comes before the first step: the players to compare with, cloning, and the reference of the KL."""
     c, results = run.config, run.progress.results
     results |= evaluate_players(run.env, run.panels, c.seed)
+    run.sync(0)
     if c.sft_steps:
         with timed(run.seconds, "cloning"):
             run.progress.cloning_loss = clone_policy(run)[-1]
+        run.sync(0)
     results["after cloning"] = {split: run.evaluate(split) for split in SPLITS}
     results["after RL"] = {"valid_seen": results["after cloning"]["valid_seen"]}
     run.save_model("reference")
@@ -330,7 +331,6 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
         stopped = train(run)
         run.save_model("model")
         plot_curves(run.folder, f"{config.task} · {config.method} · seed {config.seed}")
-        run.accelerator.end_training()
         if stopped:
             sys.exit(128 + stopped)
         results["after RL"]["valid_unseen"] = run.evaluate("valid_unseen")
@@ -338,6 +338,9 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
         checkpoint.write_json(run.folder / "results.json", report)
     except (OSError, SafetensorError) as error:
         sys.exit(f"train.py: {run.folder}: {error}")
+    finally:
+        run.engine.close()
+        run.accelerator.end_training()
     print(closing_table(results, progress.seconds, time.perf_counter() - began))
     print(f"\n{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir()))}")
     return results

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 
+import config
 import eval as evaluation
 import train
 from advantages import ADVANTAGES, gigpo
@@ -33,6 +34,11 @@ WRONG = {  # command line: what the one line must hold
     "--dual_clip 0.5": ["--dual_clip 0.5", "above 1"],
     "--dual_clip 1": ["--dual_clip 1.0", "above 1"],
     "--hidden 40": ["--hidden 40", "multiples of 16"],
+    "--engine tgi": ["--engine", "'tgi'", "'vllm'"],
+    "--kv_cache_gib 0": ["--kv_cache_gib 0.0", "1e-3..1e4"],
+    "--sleep_level 3": ["--sleep_level 3", "0..2"],
+    "--rollout_is_cap -1": ["--rollout_is_cap -1.0", "0..1e6"],
+    "--max_response_tokens 4000": ["--max_prompt_tokens and --max_response_tokens: 4128 in all", "up to 4096"],
     "--std maybe": ["--std", "maybe", "true/false"],
     "--mini_batch 0": ["--mini_batch 0", "1.."],
     "--gamma 1.01": ["--gamma 1.01", "0..1"],
@@ -67,6 +73,14 @@ def test_a_wrong_invocation_is_one_line_and_exit_code_2(line, tmp_path, capsys):
     assert "\n" not in said and "Traceback" not in said
     assert all(part in said for part in WRONG[line]), said
     assert not (tmp_path / "runs").exists()
+
+
+def test_vllm_is_asked_for_where_it_is_not_installed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--engine", "vllm", "--output", str(tmp_path / "runs")])
+    said = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and "\n" not in said and "--engine vllm" in said and "requirements-vllm.txt" in said
 
 
 def test_a_folder_is_not_overwritten_unasked_and_never_if_it_is_no_run(tmp_path, capsys):

@@ -21,7 +21,7 @@ OPEN = {  # numbers with which nothing is clipped
     "gspo": {"clip_low": 1e6, "clip_high": 1e6},
 }
 PLAIN = {"max_response_tokens": 9, "seq_mask": False, "delta": 0.1, "kl_coef": 0.0, "kl_estimator": "k3"}
-PLAIN["entropy_threshold"] = 0.5
+PLAIN |= {"entropy_threshold": 0.5, "rollout_is_cap": 0.0}
 
 
 class Recorder:
@@ -266,6 +266,7 @@ def hand_made():
     pack = Pack(*[torch.zeros(1)] * 6, torch.tensor([0, 0, 1]))
     pack.old_logprobs = torch.tensor([-1.0, -1.0, -2.0])
     pack.ref_logprobs = torch.tensor([-0.7, -0.7, -1.0])
+    pack.rollout_logprobs = torch.tensor([-1.2, -0.9, -4.0])
     pack.advantages, pack.entropy = torch.tensor([-1.0, -1.0, 2.0]), torch.tensor([0.3, 0.6, 0.9])
     logprobs = torch.tensor([-1.2, -1.2, -2.0], requires_grad=True)
     return logprobs, torch.tensor([0.3, 0.6, 0.9], requires_grad=True), pack
@@ -293,6 +294,16 @@ def test_the_mask_drops_the_surrogate_of_a_drifted_turn_and_keeps_its_kl():
     loss, sums, gradient = loss_of(seq_mask=True, kl_coef=0.5)
     assert loss == pytest.approx(-2 / 3 + 0.5 * 1.0157244 / 3, rel=1e-5)
     assert sums["kl_ref"].item() == pytest.approx(1.0157244, rel=1e-5)
+
+
+def test_rollout_weights_scale_the_surrogate_and_not_the_kl():
+    # old - rollout .2, -.1, 2: weights 1.2214028, .9048374 and the cap 1.5; ratios as above, advantages -1, -1, 2
+    loss, _, gradient = loss_of(rollout_is_cap=1.5)
+    weighted = [0.8187308 * 1.2214028, 0.8187308 * 0.9048374, -2 * 1.5]
+    assert loss == pytest.approx(sum(weighted) / 3, rel=1e-5)
+    assert gradient.tolist() == pytest.approx([term / 3 for term in weighted], rel=1e-5)  # d ratio = ratio d logprobs
+    kl, _, _ = loss_of(rollout_is_cap=1.5, kl_coef=0.5)
+    assert kl - loss == pytest.approx(0.5 * 1.0157244 / 3, rel=1e-5)
 
 
 def test_sum_norm_divides_by_the_response_limit():

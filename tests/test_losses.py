@@ -12,7 +12,18 @@ import pytest
 import torch
 
 import losses
-from losses import AGGREGATIONS, SURROGATES, aggregate, cispo, gspo, kl_penalty, ppo_clip, sapo, sequence_mask
+from losses import (
+    AGGREGATIONS,
+    SURROGATES,
+    aggregate,
+    cispo,
+    gspo,
+    kl_penalty,
+    ppo_clip,
+    rollout_weights,
+    sapo,
+    sequence_mask,
+)
 
 CLIP = dict(clip_low=0.2, clip_high=0.3)  # limits .8 and 1.3
 NUMBERS = {"ppo_clip": CLIP, "cispo": CLIP, "gspo": CLIP, "sapo": dict(tau_pos=1.0, tau_neg=1.05)}
@@ -128,6 +139,16 @@ def test_sequence_mask_drops_whole_sequences_with_a_negative_advantage_and_a_pol
     logprobs, advantages = torch.tensor([-3, -2, -2.5, -2, -1, -9]), torch.tensor([-1.0, -1, -1, -1, -1, 0])
     keep = sequence_mask(logprobs, torch.full((6,), -2.0), advantages, torch.tensor([0, 0, 1, 1, 2, 3]), delta=0.25)
     assert keep.tolist() == [False] * 2 + [True] * 4
+
+
+def test_rollout_weights_are_cut_from_above_alone():
+    # old - rollout: .5, -.5, 3 cut to the cap, 0, and -49 clamped to -20
+    old, rollout = torch.tensor([-1, -1, -2, -3, -50.0]), torch.tensor([-1.5, -0.5, -5, -3, -1])
+    expected = [1.64872127, 0.60653066, 2, 1, math.exp(-20)]
+    close(rollout_weights(old.double(), rollout.double(), 2.0), expected)
+    close(rollout_weights(old.double(), rollout.double(), 0.5), [0.5, 0.5, 0.5, 0.5, math.exp(-20)])
+    with pytest.raises(ValueError, match="rollout_is_cap -1"):
+        rollout_weights(old, rollout, -1)
 
 
 @pytest.mark.parametrize(

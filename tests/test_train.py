@@ -16,7 +16,7 @@ import train
 from checkpoint import Progress
 from config import parse
 from diagnostics import COLLAPSE_SIGNS, PARTS, UPDATE_METRICS, sampling_metrics
-from engines import Sampling
+from engines import Sampling, TransformersEngine
 from grpo import METHODS
 from plots import read_metrics
 from records import read_records
@@ -97,6 +97,9 @@ class Spy:
 
     def __init__(self, engine):
         self.engine, self.seeds, self.samplings = engine, [], []
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
 
     def generate(self, prompts, seeds, sampling):
         self.seeds += seeds
@@ -203,6 +206,30 @@ def test_a_step_whose_advantages_are_all_zero_changes_nothing(small, monkeypatch
     monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, groups, sampling_metrics(groups)))
     metrics = train.train_step(small, small.model, None, 1)  # an update would need the optimizer
     assert (metrics["updates"], metrics["loss"]) == (0, None) and metrics["entropy"] > 0
+
+
+def test_an_engine_that_samples_from_another_policy_stops_the_run(small, monkeypatch):
+    groups = [small.play(["train/0"] * 3, ("a",))]
+    for turn in groups[0][0].turns:
+        turn.rollout_logprobs = [logprob - 0.01 for logprob in turn.rollout_logprobs]
+    monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, groups, sampling_metrics(groups)))
+    with pytest.raises(RuntimeError, match="nats a token, allowed is 0.001 in torch.float32"):
+        train.train_step(small, small.model, None, 1)
+
+
+def test_the_engine_gets_every_update_before_it_samples_again(tmp_path, monkeypatch):
+    calls = []
+    for name in ("load_weights", "check"):
+        monkeypatch.setattr(TransformersEngine, name, lambda self, model, v, name=name: calls.append((name, v)))
+    monkeypatch.setattr(TransformersEngine, "sleep", lambda self: calls.append(("sleep",)))
+    small = "--group_size 2 --groups_per_step 1 --max_tries 1 --eval_levels 2 --sft_steps 1 --sft_episodes 9".split()
+    train.main([*small, "--output", str(tmp_path), "--steps", "2"])
+    first = [("load_weights", 0)] * 2  # before cloning, which may play, and behind it
+    step = [[("check", i - 1), ("sleep",), ("load_weights", i)] for i in (1, 2, 3)]
+    assert calls == first + step[0] + step[1]
+    calls.clear()
+    train.main([*small, "--output", str(tmp_path), "--steps", "3", "--resume"])
+    assert calls == [("load_weights", 2), *step[2]]
 
 
 def test_accelerate_settings_that_would_change_the_gradient_are_refused(tmp_path, monkeypatch, capsys):

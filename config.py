@@ -5,7 +5,6 @@ import inspect
 import json
 from argparse import SUPPRESS
 from dataclasses import asdict, dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -85,7 +84,7 @@ class Config:
     # rollout
     groups_per_step: int = knob(16, "task instances of a step", "1..1e6")
     group_size: int = knob(8, "trajectories of a task instance", "1..1e6")
-    temperature: float = knob(1.0, "of sampling and of every training log-probability", "1e-3..1e3")
+    temperature: float = knob(1.0, "of sampling and of every training log-probability", "1e-2..1e3")
     engine: Literal["auto", "transformers", "vllm"] = knob("auto", "what samples; auto is vllm on a GPU that has it")
     kv_cache_gib: float = knob(0.25, "vllm: memory of its cache, GiB", "1e-3..1e4")
     sleep_level: int = knob(
@@ -147,8 +146,8 @@ def check(config: Config) -> None:
             raise ValueError(f"--{item.name} {value}: allowed is {limits}")
     if config.hidden % 16:
         raise ValueError(f"--hidden {config.hidden}: allowed are multiples of 16")
-    if config.engine == "vllm" and not find_spec("vllm"):
-        raise ValueError("--engine vllm: it is not installed; allowed is transformers, or see requirements-vllm.txt")
+    if 0 < config.eval_temperature < 0.01:
+        raise ValueError(f"--eval_temperature {config.eval_temperature}: allowed is 0 (greedy) or 0.01 and up")
     if 0 < config.dual_clip <= 1:
         raise ValueError(f"--dual_clip {config.dual_clip}: allowed is 0 (off) or a number above 1")
     if config.dynamic_sampling and config.group_size < 2:
@@ -214,6 +213,7 @@ def check_folder(config: Config) -> Path:
 
 
 FREE_ON_RESUME = "output name resume overwrite steps max_minutes save_every log_with stop_on_collapse".split()
+FREE_ON_RESUME += "engine kv_cache_gib sleep_level".split()
 
 
 def read_settings(folder: Path) -> dict:

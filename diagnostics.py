@@ -16,7 +16,17 @@ PARTS = [f"{sign}_{side}_{mood}" for sign in ("neg", "pos") for side in ("down",
 
 UPDATE_METRICS = (  # null at a step without an update
     *("loss", "grad_norm", "kl_ref", "kl_old", "kl_old_last", "clip_frac", "clip_frac_low", "clip_frac_high"),
-    *("masked_frac", "outside_low", "outside_high", "staleness", "entropy", "gap/mean", "gap/max", "gap/k1"),
+    *(
+        "masked_frac",
+        "outside_low",
+        "outside_high",
+        "staleness",
+        "entropy",
+        "gap/mean",
+        "gap/max",
+        "gap/k1",
+        "gap/capped",
+    ),
     *(f"{name}/{part}" for name in ("share", "kl_share") for part in PARTS),
 )
 COLLAPSE_SIGNS = ("low_side", "format", "grad_norm")
@@ -93,13 +103,17 @@ def update_metrics(sums: list[dict[str, Tensor]], tokens: list[int]) -> dict[str
     return metrics
 
 
-def engine_gap(packs: list) -> dict[str, float]:
+def engine_gap(packs: list, rollout_is_cap: float = 0.0) -> dict[str, float]:
     """How far the engine's log-probabilities are from the trainer's for the same tokens and the same weights.
 
     gap = rollout_logprobs - old_logprobs, nats a token;    mean of |gap|, max of |gap|, k1 = mean of gap
+
+    capped is the share of tokens whose weight exp(-gap) is cut at rollout_is_cap, 0 where that is off.
     """
     gap = torch.cat([pack.rollout_logprobs - pack.old_logprobs for pack in packs]).double()  # [M]
-    return {"gap/mean": float(gap.abs().mean()), "gap/max": float(gap.abs().max()), "gap/k1": float(gap.mean())}
+    capped = float((torch.exp(-gap) > rollout_is_cap).double().mean()) if rollout_is_cap else 0.0
+    gaps = {"mean": gap.abs().mean(), "max": gap.abs().max(), "k1": gap.mean(), "capped": capped}
+    return {f"gap/{name}": float(value) for name, value in gaps.items()}
 
 
 def sampling_metrics(groups: list[list]) -> dict[str, float]:

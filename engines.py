@@ -28,7 +28,7 @@ from policy import Row, pack, sampled_logprobs
 
 warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
 
-GAP_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of mean |rollout_logprobs - old_logprobs|
+GAP_LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.2}  # of mean |rollout_logprobs - old_logprobs|, nats a token
 BLOCK = 32  # tokens of a block of vLLM's cache, the unit of what prompts share
 PROBED = 8  # tokens sampled after the probe's prompt
 PLACE = 0x9E3779B97F4A7C1  # any large odd number
@@ -83,20 +83,23 @@ def make_engine(
 ):
     """The engine of that name; auto is vLLM on a GPU that has it installed.
 
-    ValueError where the model's context is too short for prompt and response, or memory for VLLMEngine.
+    ValueError where vLLM is not installed, or has no memory, or prompt and response exceed the model's context.
     """
     tokens, context = max_prompt_tokens + max_response_tokens, model.config.get_text_config().max_position_embeddings
     if tokens > context:
         raise ValueError(f"--max_prompt_tokens and --max_response_tokens: {tokens} in all, allowed is up to {context}")
-    if engine == "vllm" or engine == "auto" and model.device.type == "cuda" and find_spec("vllm"):
+    installed = find_spec("vllm") is not None
+    if engine == "vllm" and not installed:
+        raise ValueError("--engine vllm: it is not installed; allowed is transformers, or see requirements-vllm.txt")
+    if engine == "vllm" or engine == "auto" and model.device.type == "cuda" and installed:
         return VLLMEngine(model, tokenizer, tokens, kv_cache_gib, sleep_level)
     return TransformersEngine(model, tokenizer)
 
 
 def stop_ids(model, tokenizer) -> list[int]:
     """Tokens that end a response: the tokenizer's end of sequence and those of the model's generation config."""
-    stop = model.generation_config.eos_token_id or []
-    return sorted({tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])})
+    stop = model.generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])} - {None})
 
 
 class TransformersEngine:
@@ -170,17 +173,16 @@ class TransformersEngine:
 
 def checksum(tensor: Tensor) -> int:
     """Of the bits of a tensor, by place: the sum of (bits[i] + PLACE * i)^2, modulo 2^64, a part at a time."""
-    total = 0
-    for part in tensor.flatten().view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).split(2**22):
+    integer, total = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()], 0
+    for part in tensor.flatten().view(integer).split(2**22):
         places = PLACE * torch.arange(len(part), device=part.device)
         total = 31 * total + (part + places).square().sum().item()
     return total % 2**64
 
 
-def weight_stream(model, dtype: torch.dtype, checksums: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every weight, a tied head too, in `dtype`, one by one; checksums[name] once it is taken."""
+def weight_stream(model, checksums: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of every weight, a tied head too, one at a time; its checksum is noted once it is taken."""
     for name, tensor in model.state_dict().items():
-        tensor = tensor.to(dtype)
         yield name, tensor
         checksums[name] = checksum(tensor)
 
@@ -198,24 +200,27 @@ class VLLMEngine:
     """vLLM in this process, with weights of its own: `load_weights` replaces them, `check` proves that they are fresh.
 
     The prompts of earlier turns are read from its prefix cache. The constructor takes configuration, device and dtype
-    of `model` alone: its weights come with the first load_weights.
+    of `model` alone: its weights come with the first load_weights, and are random before.
     """
 
     def __init__(self, model, tokenizer, max_tokens: int, kv_cache_gib: float, sleep_level: int = 0):
         """max_tokens are a prompt's and its response's. ValueError where the memory is not there, or not enough."""
         on_cpu = model.device.type == "cpu"
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if sleep_level and on_cpu:
+            raise ValueError(f"--sleep_level {sleep_level}: allowed is 0 without a GPU")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors go from model to model
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if on_cpu:
             torch._dynamo.config.disable = True  # else the first log-probabilities wait half a minute for a compiler
         from vllm import LLM, SamplingParams
 
-        self.params, self.stop, self.dtype = SamplingParams, stop_ids(model, tokenizer), model.dtype
-        self.version, self.received, self.sleep_level, self.asleep = None, {}, sleep_level, False
+        self.params, self.stop, self.sleep_level = SamplingParams, stop_ids(model, tokenizer), sleep_level
+        self.version, self.received, self.asleep, self.probed = None, {}, False, False
+        words = [i for i in range(min(len(tokenizer), 1000)) if i != tokenizer.pad_token_id]
+        self.probe = [words[7 * i % len(words)] for i in range(2 * BLOCK + 1)]
         config = deepcopy(model.config)
         config.architectures = [type(model).__name__]
-        self.probe = [7 * i % min(config.vocab_size, 1000) for i in range(2 * BLOCK + 1)]
         with TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -234,15 +239,16 @@ class VLLMEngine:
                     enable_sleep_mode=sleep_level > 0,
                 )
             except (ValueError, RuntimeError) as error:
-                raise ValueError(f"--engine vllm, --kv_cache_gib {kv_cache_gib}: {error}") from error
+                raise ValueError(f"--engine vllm with --kv_cache_gib {kv_cache_gib}: {error}") from error
 
     def generate(self, prompts: list[Prompt], seeds: list[int], sampling: Sampling) -> list[Generation]:
         """Sample a response to every prompt, seeds[i] for prompts[i], in vLLM's own batches."""
         if any(prompt.images for prompt in prompts):
             raise ValueError("images: VLLMEngine reads text alone")
-        return self._sample([prompt.ids for prompt in prompts], seeds, sampling, self.stop)
+        return self._sample([prompt.ids for prompt in prompts], seeds, sampling, self.stop)[0]
 
     def _sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, stop: list[int]):
+        """(generations, prompt tokens read from the prefix cache)."""
         params = [
             self.params(
                 temperature=sampling.temperature,
@@ -264,40 +270,42 @@ class VLLMEngine:
             ids = list(output.token_ids)
             logprobs = [at[token].logprob for token, at in zip(ids, output.logprobs, strict=True)]
             generations.append(Generation(ids, logprobs, output.finish_reason == "length"))
-        return generations
+        return generations, sum(output.num_cached_tokens for output in outputs)
 
     def load_weights(self, model, version: int) -> None:
         """Replace every weight in place and drop what the old ones left in the prefix cache."""
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
         self.received = {}
-        stream = weight_stream(model, self.dtype, self.received)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weight_stream(model, self.received)})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        self.version, self.asleep = version, False
+        self.version, self.asleep, self.probed = version, False, False
 
     @torch.no_grad()
     def check(self, model, version: int) -> None:
-        """RuntimeError unless it samples from exactly the weights of `model`, those of update `version`.
+        """RuntimeError unless it samples from the weights of `model`, those of update `version`.
 
-        Three proofs: the version; the checksum of every weight that the stream delivered; and the log-probabilities of
-        tokens sampled after a fixed prompt of two cache blocks, which a stale cache would change.
+        Exact, whatever the size of the update: the version; a checksum of every weight that was received against the
+        model's now; and that a fixed prompt of two cache blocks finds no block the first time. Within rounding: the
+        log-probabilities of tokens sampled after it. That vLLM takes over what it receives is seen by these at the
+        first push, which replaces random weights.
         """
         if self.version != version:
             raise RuntimeError(f"the engine has the weights of update {self.version}, the trainer those of {version}")
-        own = {}
-        for _ in weight_stream(model, self.dtype, own):
-            pass
-        if stale := [name for name in own if self.received.get(name) != own[name]]:
+        own = {name: checksum(tensor) for name, tensor in model.state_dict().items()}
+        if stale := sorted(own.keys() ^ self.received.keys() | {n for n in own if self.received.get(n) != own[n]}):
             raise RuntimeError(f"{len(stale)} of {len(own)} weights are not the engine's, {stale[0]} the first")
-        sampled = self._sample([self.probe], [version + 1], Sampling(1.0, PROBED), [])[0]
+        (sampled,), cached = self._sample([self.probe], [version], Sampling(1.0, PROBED), [])
+        if cached and not self.probed:
+            raise RuntimeError(f"the prefix cache was not dropped: {cached} tokens of the weights before")
         ids = self.probe + sampled.ids
         row = Row(ids, list(range(len(self.probe), len(ids))), [0] * PROBED, sampled.logprobs)
         batch = pack([row], 0, model.device)
         logprobs, _ = sampled_logprobs(model, batch, 1.0)
-        check_gap(float((batch.rollout_logprobs - logprobs).abs().mean()), self.dtype)
+        check_gap(float((batch.rollout_logprobs - logprobs).abs().mean()), model.dtype)
+        self.probed = True
 
     def sleep(self) -> None:
         """Free the GPU's memory: level 1 keeps the weights in the CPU's, level 2 does not. The cache is lost."""

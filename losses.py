@@ -177,7 +177,7 @@ def rollout_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, rollout_is_c
 
     They multiply the losses of a surrogate; not in the paper (https://fengyao.notion.site/off-policy-rl). All [M].
     """
-    _check_numbers(rollout_is_cap=(rollout_is_cap, 1e-6, float("inf")))
+    _check_numbers(rollout_is_cap=(rollout_is_cap, 0, float("inf")))
     log_weights = (old_logprobs - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.exp(log_weights).clamp(max=rollout_is_cap)
 

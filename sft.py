@@ -124,8 +124,10 @@ def clone_policy(run) -> list[float]:
         rng, shown = random.Random(digest(c.seed, "expert")), stream.take(len(tasks))
         rows = expert_rows(run.env, shown, run.tokenizer, c.sft_episodes, c.expert_noise, c.malformed, rng)
     else:
+        run.sync(0)
         trajectories = run.play(stream.take(c.sft_episodes), ("cloning",))
         check_failures(trajectories, c.max_failures)
         rows = solved_rows(trajectories, run.env.append_only)
+    run.engine.sleep()
     pad, rng = run.tokenizer.pad_token_id, generator(c.seed, "cloning batches")
     return clone(run.model, run.accelerator, rows, pad=pad, rng=rng, **numbers_of(clone, c))

@@ -144,9 +144,10 @@ class Run:
         return run_episodes(self.engine, self.tokenizer, self.envs, tasks, keys, sampling, c.max_prompt_tokens)
 
     def sync(self, version: int) -> None:
-        """Give the engine the weights of the policy after update `version`."""
+        """Give the engine the weights of the policy after update `version`, and see that it has them."""
         with timed(self.seconds, "sync"):
             self.engine.load_weights(self.model, version)
+            self.engine.check(self.model, version)
 
     def evaluate(self, split: str) -> dict[str, float]:
         """One episode on each task of a held-out panel."""
@@ -207,7 +208,7 @@ def weigh(run: Run, groups: list, reference, packs: list) -> tuple[bool, dict[st
         turn.entropy, turn.advantage = float(entropy[i]), float(advantages[i])
     for pack in packs:
         pack.advantages = torch.as_tensor(advantages, dtype=torch.float32, device=pack.sequence.device)[pack.sequence]
-    gap = engine_gap(packs)
+    gap = engine_gap(packs, c.rollout_is_cap)
     check_gap(gap["gap/mean"], run.model.dtype)
     return bool(advantages.any()), {"entropy": float(entropy.mean())} | gap
 
@@ -225,8 +226,7 @@ def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
     rng = generator(c.seed, "mini-batches", step)
     batches = make_mini_batches(rows, c.mini_batch, c.tokens_per_micro_batch, pad, rng, device)
     with timed(run.seconds, "weighing"):
-        packs = [pack for batch in batches for pack in batch]
-        differ, seen = weigh(run, groups, reference, packs) if rows else (False, {})
+        differ, seen = weigh(run, groups, reference, sum(batches, [])) if rows else (False, {})
     metrics |= seen
     with timed(run.seconds, "update"):
         if differ:
@@ -303,11 +303,10 @@ def start(run: Run) -> None:
     """What comes before the first step: the players to compare with, cloning, and the reference of the KL."""
     c, results = run.config, run.progress.results
     results |= evaluate_players(run.env, run.panels, c.seed)
-    run.sync(0)
     if c.sft_steps:
         with timed(run.seconds, "cloning"):
             run.progress.cloning_loss = clone_policy(run)[-1]
-        run.sync(0)
+    run.sync(0)
     results["after cloning"] = {split: run.evaluate(split) for split in SPLITS}
     results["after RL"] = {"valid_seen": results["after cloning"]["valid_seen"]}
     run.save_model("reference")
@@ -335,6 +334,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
             sys.exit(128 + stopped)
         results["after RL"]["valid_unseen"] = run.evaluate("valid_unseen")
         report = {"results": results, "seconds": progress.seconds, "cloning_loss": progress.cloning_loss}
+        report["engine"] = type(run.engine).__name__
         checkpoint.write_json(run.folder / "results.json", report)
     except (OSError, SafetensorError) as error:
         sys.exit(f"train.py: {run.folder}: {error}")

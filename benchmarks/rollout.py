@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -36,10 +37,10 @@ def timed(function, *args, **kwargs):
 
 
 class Stopwatch:
-    """Stands before an object, and adds up the time spent in its methods."""
+    """Stands before an object, and notes each call of a method: (arguments, seconds)."""
 
-    def __init__(self, inner, total: list[float]):
-        self.inner, self.total = inner, total
+    def __init__(self, inner, calls: list):
+        self.inner, self.calls = inner, calls
 
     def __getattr__(self, name):
         member = getattr(self.inner, name)
@@ -48,7 +49,7 @@ class Stopwatch:
 
         def call(*args, **kwargs):
             seconds, result = timed(member, *args, **kwargs)
-            self.total[0] += seconds
+            self.calls.append((args, seconds))
             return result
 
         return call
@@ -65,8 +66,8 @@ def cloned_policy(config, env):
 
 
 def rollout(engine, tokenizer, envs, config, tasks, repeat: int) -> dict:
-    """Play the tasks once: seconds in all, in the engine and in the environments; turns and tokens."""
-    in_engine, in_envs = [0.0], [0.0]
+    """Play the tasks once: seconds in all, in engine and environments; turns, tokens, and the engine's calls."""
+    in_engine, in_envs = [], []
     sampling = Sampling(config.temperature, config.max_response_tokens)
     watched = [Stopwatch(env, in_envs) for env in envs]
     keys = [(repeat, i) for i in range(len(tasks))]
@@ -74,7 +75,9 @@ def rollout(engine, tokenizer, envs, config, tasks, repeat: int) -> dict:
     seconds, played = timed(play, config.max_prompt_tokens)
     turns = [turn for trajectory in played for turn in trajectory.turns]
     tokens = sum(len(turn.response_ids) for turn in turns)
-    return {"seconds": seconds, "engine": in_engine[0], "envs": in_envs[0], "turns": len(turns), "tokens": tokens}
+    parts = {name: sum(s for _, s in calls) for name, calls in (("engine", in_engine), ("envs", in_envs))}
+    calls = [(len(args[0]), s) for args, s in in_engine]
+    return {"seconds": seconds, **parts, "turns": len(turns), "tokens": tokens, "calls": calls}
 
 
 def main() -> None:
@@ -134,7 +137,9 @@ def main() -> None:
     print("| engine | tokens/s | seconds | in the engine | in environments | turns | tokens |")
     print("|---|---|---|---|---|---|---|")
     for index, name in ((0, "transformers"), (1, "vllm")):
-        one = {key: median(row[index][key] for row in rows) for key in rows[0][index]}
+        one = {
+            key: median(row[index][key] for row in rows) for key in ("seconds", "engine", "envs", "turns", "tokens")
+        }
         rate = median(row[index]["tokens"] / row[index]["seconds"] for row in rows)
         print(
             f"| {name} | {rate:.0f} | {one['seconds']:.2f} | {one['engine']:.2f} | {one['envs']:.2f} "
@@ -150,6 +155,10 @@ def main() -> None:
     }.items():
         values = [ratio(*row) for row in rows]
         print(f"| {name} | {over_rows(ratio):.2f} | {min(values):.2f} | {max(values):.2f} |")
+    for index, name in ((0, "transformers"), (1, "vllm")):
+        episodes, seconds = np.array([call for row in rows for call in row[index]["calls"]]).T
+        slope, base = 1000 * np.polyfit(episodes, seconds, 1)
+        print(f"\nA turn on {name} takes {base:.1f} ms and {slope:.2f} ms for each episode (least squares).")
     shares = ", ".join(f"{cached / read:.2f}" for cached, read in hits.values())
     print(f"\nPrompt tokens read from vLLM's prefix cache, by turn (last repeat): {shares}")
 

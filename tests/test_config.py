@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-import config
+import engines
 import eval as evaluation
 import train
 from advantages import ADVANTAGES, gigpo
@@ -26,7 +26,7 @@ WRONG = {  # command line: what the one line must hold
     "--steps -1": ["--steps -1", "0..1e6"],
     "--learning_rate nan": ["--learning_rate nan", "0..1"],
     "--learning_rate 2": ["--learning_rate 2.0", "0..1"],
-    "--temperature 0": ["--temperature 0.0", "1e-3.."],
+    "--temperature 0": ["--temperature 0.0", "1e-2.."],
     "--eval_top_p 1.5": ["--eval_top_p 1.5", "..1"],
     "--aggregation mean": ["--aggregation", "'mean'", "token-mean"],
     "--group_size 1": ["--group_size 1", "at least 2", "dynamic sampling"],
@@ -37,6 +37,8 @@ WRONG = {  # command line: what the one line must hold
     "--engine tgi": ["--engine", "'tgi'", "'vllm'"],
     "--kv_cache_gib 0": ["--kv_cache_gib 0.0", "1e-3..1e4"],
     "--sleep_level 3": ["--sleep_level 3", "0..2"],
+    "--eval_temperature 0.001": ["--eval_temperature 0.001", "0 (greedy) or 0.01"],
+    "--temperature 0.001": ["--temperature 0.001", "1e-2..1e3"],
     "--rollout_is_cap -1": ["--rollout_is_cap -1.0", "0..1e6"],
     "--max_response_tokens 4000": ["--max_prompt_tokens and --max_response_tokens: 4128 in all", "up to 4096"],
     "--std maybe": ["--std", "maybe", "true/false"],
@@ -76,7 +78,7 @@ def test_a_wrong_invocation_is_one_line_and_exit_code_2(line, tmp_path, capsys):
 
 
 def test_vllm_is_asked_for_where_it_is_not_installed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stop:
         train.main(["--engine", "vllm", "--output", str(tmp_path / "runs")])
     said = capsys.readouterr().err.strip()

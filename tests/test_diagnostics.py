@@ -162,11 +162,14 @@ def test_no_gradient_is_kept():
 
 def test_the_gap_between_engine_and_trainer():
     # gaps .25, -.5 in one pack and 0 in another: mean of |gap| .75 / 3, largest .5, k1 -.25 / 3
+    # weights exp(-gap) .78, 1.65, 1: of these one is above 1.5, two are above .9
     packs = [
         SimpleNamespace(rollout_logprobs=torch.tensor([-1.5, -2.0]), old_logprobs=torch.tensor([-1.75, -1.5])),
         SimpleNamespace(rollout_logprobs=torch.tensor([-3.0]), old_logprobs=torch.tensor([-3.0])),
     ]
-    assert engine_gap(packs) == pytest.approx({"gap/mean": 0.25, "gap/max": 0.5, "gap/k1": -0.25 / 3})
+    gaps = {"gap/mean": 0.25, "gap/max": 0.5, "gap/k1": -0.25 / 3}
+    for cap, capped in ((0.0, 0), (1.5, 1 / 3), (0.9, 2 / 3)):
+        assert engine_gap(packs, cap) == pytest.approx(gaps | {"gap/capped": capped})
 
 
 def turn(length=2, valid=True, admissible=True, text="a"):

@@ -1,10 +1,14 @@
 """TransformersEngine against a full forward pass, Transformers' own generate, and its promises on seeds and stops."""
 
+from copy import deepcopy
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from engines import Prompt, Sampling, TransformersEngine, choose
+import engines
+from engines import Prompt, Sampling, TransformersEngine, check_gap, choose, make_engine
 
 LENGTHS = (3, 9, 5, 1, 7, 4, 9, 2)
 
@@ -97,6 +101,48 @@ def test_responses_end_behind_the_first_stop_token(engine):
     assert [g.ids for g in cut] == [[5, 7], [5, 6, 8, 1], [5, 6, 8, 9], [1]]
     assert [g.truncated for g in cut] == [False, False, True, False]
     assert [len(g.logprobs) for g in cut] == [2, 4, 4, 1]
+
+
+def test_auto_is_vllm_on_a_gpu_that_has_it(model, tokenizer, monkeypatch):
+    settings = dict(max_prompt_tokens=10, max_response_tokens=5, kv_cache_gib=0.5, sleep_level=0)
+    monkeypatch.setattr(engines, "VLLMEngine", lambda *arguments: arguments)
+    monkeypatch.setattr(engines, "find_spec", lambda name: "found")
+    assert isinstance(make_engine(model, tokenizer, engine="auto", **settings), TransformersEngine)
+    assert make_engine(model, tokenizer, engine="vllm", **settings) == (model, tokenizer, 15, 0.5, 0)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert make_engine(model, tokenizer, engine="auto", **settings) == (model, tokenizer, 15, 0.5, 0)
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(engines, "TransformersEngine", lambda *arguments: "transformers")
+    assert make_engine(model, tokenizer, engine="auto", **settings) == "transformers"
+
+
+def test_an_engine_for_a_longer_context_than_the_models_is_refused(model, tokenizer):
+    settings = dict(engine="auto", max_response_tokens=97, kv_cache_gib=0.5, sleep_level=0)
+    make_engine(model, tokenizer, max_prompt_tokens=3999, **settings)
+    with pytest.raises(ValueError, match="4097 in all, allowed is up to 4096"):
+        make_engine(model, tokenizer, max_prompt_tokens=4000, **settings)
+
+
+def test_the_gap_is_limited_by_dtype():
+    check_gap(0.01, torch.float32)
+    check_gap(0.19, torch.bfloat16)
+    for mean, dtype in ((0.011, torch.float32), (0.21, torch.bfloat16), (float("nan"), torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="nats a token"):
+            check_gap(mean, dtype)
+
+
+def test_a_tokenizer_without_an_end_leaves_it_to_the_model():
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 5]))
+    assert engines.stop_ids(model, SimpleNamespace(eos_token_id=None)) == [5, 7]
+    assert engines.stop_ids(model, SimpleNamespace(eos_token_id=9)) == [5, 7, 9]
+    model.generation_config.eos_token_id = None
+    assert engines.stop_ids(model, SimpleNamespace(eos_token_id=9)) == [9]
+
+
+def test_another_model_than_the_trainers_is_noticed(engine, model):
+    engine.check(model, 3)
+    with pytest.raises(RuntimeError, match="another model"):
+        engine.check(deepcopy(model), 3)
 
 
 def test_images_are_refused(engine):

@@ -236,6 +236,7 @@ class VLLMEngine:
                     enable_prefix_caching=True,
                     logprobs_mode="processed_logprobs",
                     enforce_eager=on_cpu,
+                    enable_chunked_prefill=not on_cpu,  # there a prompt read in parts fails on its seed
                     enable_sleep_mode=sleep_level > 0,
                 )
             except (ValueError, RuntimeError) as error:

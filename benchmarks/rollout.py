@@ -2,6 +2,7 @@
 
     python benchmarks/rollout.py                               # the built-in model, 0.1 M parameters
     python benchmarks/rollout.py --hidden 256                  # 1.8 M
+    python benchmarks/rollout.py --prompt_style words          # the paper's prompt, ten times as long
 
 A policy is cloned from the task's expert, so that its episodes are as long as in training. Then every repeat plays
 the same tasks with the same seeds on either engine. Raw vLLM is given the prompts that its rollout read: in the same
@@ -88,12 +89,13 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=128)
     parser.add_argument("--sft_steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompt_style", default="compact")
     args = parser.parse_args()
+    episodes, repeats = args.__dict__.pop("episodes"), args.__dict__.pop("repeats")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    settings = {"hidden": args.hidden, "layers": args.layers, "sft_steps": args.sft_steps, "kv_cache_gib": 1.0}
-    config, _ = resolve(settings)
-    envs = make_envs(config, args.episodes)
+    config, _ = resolve(vars(args) | {"max_prompt_tokens": 1024, "kv_cache_gib": 1.0})
+    envs = make_envs(config, episodes)
     model, tokenizer = cloned_policy(config, envs[0])
     ours = TransformersEngine(model, tokenizer)
     vllm = VLLMEngine(model, tokenizer, config.max_prompt_tokens + config.max_response_tokens, config.kv_cache_gib)
@@ -114,8 +116,8 @@ def main() -> None:
         return [raw(prompts, params, use_tqdm=False) for prompts, params in batches]
 
     stream, rows = TaskStream(envs[0].tasks("train"), 1), []
-    for repeat in range(args.repeats + 1):  # the first one warms up
-        tasks = stream.take(args.episodes)
+    for repeat in range(repeats + 1):  # the first one warms up
+        tasks = stream.take(episodes)
         calls.clear()
         hits.clear()
         transformers = rollout(ours, tokenizer, envs, config, tasks, repeat)
@@ -133,7 +135,7 @@ def main() -> None:
         return median(value(*row) for row in rows)
 
     size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{size / 1e6:.2f} M parameters, {args.episodes} episodes, float32, one thread, {args.repeats} repeats\n")
+    print(f"{size / 1e6:.2f} M parameters, {episodes} episodes, float32, one thread, {repeats} repeats\n")
     print("| engine | tokens/s | seconds | in the engine | in environments | turns | tokens |")
     print("|---|---|---|---|---|---|---|")
     for index, name in ((0, "transformers"), (1, "vllm")):
@@ -156,8 +158,8 @@ def main() -> None:
         values = [ratio(*row) for row in rows]
         print(f"| {name} | {over_rows(ratio):.2f} | {min(values):.2f} | {max(values):.2f} |")
     for index, name in ((0, "transformers"), (1, "vllm")):
-        episodes, seconds = np.array([call for row in rows for call in row[index]["calls"]]).T
-        slope, base = 1000 * np.polyfit(episodes, seconds, 1)
+        playing, seconds = np.array([call for row in rows for call in row[index]["calls"]]).T
+        slope, base = 1000 * np.polyfit(playing, seconds, 1)
         print(f"\nA turn on {name} takes {base:.1f} ms and {slope:.2f} ms for each episode (least squares).")
     shares = ", ".join(f"{cached / read:.2f}" for cached, read in hits.values())
     print(f"\nPrompt tokens read from vLLM's prefix cache, by turn (last repeat): {shares}")

@@ -88,6 +88,16 @@ def test_a_seed_draws_the_same_in_another_batch_and_members_of_a_group_differ(fr
     assert len({tuple(g.ids) for g in members}) > 4
 
 
+def test_more_prompts_than_a_batch_of_vllm_holds(fresh, model):
+    # 90 tokens each, 300 at once: the last prompt that still fits in would be cut, were that allowed
+    rng = np.random.default_rng(1)
+    many = [Prompt(rng.integers(2, 17, 90 + i % 3).tolist()) for i in range(300)]
+    together = fresh.generate(many, list(range(300)), Sampling(1.0, 6))
+    fresh.llm.reset_prefix_cache()
+    alone = [fresh.generate([many[i]], [i], Sampling(1.0, 6))[0].ids for i in range(0, 300, 30)]
+    assert [together[i].ids for i in range(0, 300, 30)] == alone
+
+
 def test_the_gap_stays_within_rounding_over_20_updates(fresh, model, prompts):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     largest, stale = 0.0, []

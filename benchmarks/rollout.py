@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -38,7 +37,7 @@ def timed(function, *args, **kwargs):
 
 
 class Stopwatch:
-    """Stands before an object, and notes each call of a method: (arguments, seconds)."""
+    """Stands before an object, and notes the seconds of each call of a method."""
 
     def __init__(self, inner, calls: list):
         self.inner, self.calls = inner, calls
@@ -50,7 +49,7 @@ class Stopwatch:
 
         def call(*args, **kwargs):
             seconds, result = timed(member, *args, **kwargs)
-            self.calls.append((args, seconds))
+            self.calls.append(seconds)
             return result
 
         return call
@@ -67,7 +66,7 @@ def cloned_policy(config, env):
 
 
 def rollout(engine, tokenizer, envs, config, tasks, repeat: int) -> dict:
-    """Play the tasks once: seconds in all, in engine and environments; turns, tokens, and the engine's calls."""
+    """Play the tasks once: seconds in all, in the engine and in the environments; turns and tokens."""
     in_engine, in_envs = [], []
     sampling = Sampling(config.temperature, config.max_response_tokens)
     watched = [Stopwatch(env, in_envs) for env in envs]
@@ -76,9 +75,8 @@ def rollout(engine, tokenizer, envs, config, tasks, repeat: int) -> dict:
     seconds, played = timed(play, config.max_prompt_tokens)
     turns = [turn for trajectory in played for turn in trajectory.turns]
     tokens = sum(len(turn.response_ids) for turn in turns)
-    parts = {name: sum(s for _, s in calls) for name, calls in (("engine", in_engine), ("envs", in_envs))}
-    calls = [(len(args[0]), s) for args, s in in_engine]
-    return {"seconds": seconds, **parts, "turns": len(turns), "tokens": tokens, "calls": calls}
+    parts = {"seconds": seconds, "engine": sum(in_engine), "envs": sum(in_envs)}
+    return parts | {"turns": len(turns), "tokens": tokens}
 
 
 def main() -> None:
@@ -157,10 +155,6 @@ def main() -> None:
     }.items():
         values = [ratio(*row) for row in rows]
         print(f"| {name} | {over_rows(ratio):.2f} | {min(values):.2f} | {max(values):.2f} |")
-    for index, name in ((0, "transformers"), (1, "vllm")):
-        playing, seconds = np.array([call for row in rows for call in row[index]["calls"]]).T
-        slope, base = 1000 * np.polyfit(playing, seconds, 1)
-        print(f"\nA turn on {name} takes {base:.1f} ms and {slope:.2f} ms for each episode (least squares).")
     shares = ", ".join(f"{cached / read:.2f}" for cached, read in hits.values())
     print(f"\nPrompt tokens read from vLLM's prefix cache, by turn (last repeat): {shares}")
 

@@ -52,8 +52,9 @@ def without_seconds(folder):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A short run of the default method: cloned for 100 steps, three RL steps of two epochs."""
-    return run(tmp_path_factory.mktemp("runs"), "--sft_steps", "100", "--epochs", "2")
+    """A short run of the default method: cloned for 60 steps, three RL steps of two epochs."""
+    cloning = "--sft_steps 60 --sft_batch 32 --sft_learning_rate 0.01".split()
+    return run(tmp_path_factory.mktemp("runs"), *cloning, "--epochs", "2")
 
 
 def test_a_run_leaves_its_files(finished):
@@ -271,7 +272,7 @@ def test_every_method_takes_twenty_steps_with_finite_metrics(method, finished, t
 
 def test_a_step_without_an_informative_group_is_skipped(tmp_path):
     # an untrained policy never succeeds: every group fails, dynamic sampling keeps none
-    _, folder = run(tmp_path, "--sft_steps", "0", "--max_tries", "2", "--steps", "1")
+    _, folder = run(tmp_path, "--sft_steps", "0", "--max_tries", "2", "--steps", "1", "--eval_levels", "4")
     for m in read_metrics(folder / "metrics.jsonl")[1:]:
         assert (m["updates"], m["tries"], m["train/all_fail"], m["loss"], m["tokens"]) == (0, 2, 1.0, None, 0)
         assert all(m[name] is None for name in UPDATE_METRICS)

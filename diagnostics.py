@@ -16,17 +16,8 @@ PARTS = [f"{sign}_{side}_{mood}" for sign in ("neg", "pos") for side in ("down",
 
 UPDATE_METRICS = (  # null at a step without an update
     *("loss", "grad_norm", "kl_ref", "kl_old", "kl_old_last", "clip_frac", "clip_frac_low", "clip_frac_high"),
-    *(
-        "masked_frac",
-        "outside_low",
-        "outside_high",
-        "staleness",
-        "entropy",
-        "gap/mean",
-        "gap/max",
-        "gap/k1",
-        "gap/capped",
-    ),
+    *("masked_frac", "outside_low", "outside_high", "staleness", "entropy"),
+    *("gap/mean", "gap/max", "gap/k1", "gap/capped"),
     *(f"{name}/{part}" for name in ("share", "kl_share") for part in PARTS),
 )
 COLLAPSE_SIGNS = ("low_side", "format", "grad_norm")

@@ -333,9 +333,8 @@ def main(argv: list[str] | None = None) -> dict:
         records = [trajectory_record(t, env, tokenizer, **at) for t, at in zip(played, where, strict=True)]
         append_step(typed["records"], records)
     report = {"run": typed.get("run"), "checkpoint": typed.get("checkpoint"), "split": split, "samples": samples}
-    report |= {"model": str(weights or config.model), "engine": type(engine).__name__} | {
-        name: getattr(config, name) for name in SETTINGS
-    }
+    report |= {"model": str(weights or config.model), "engine": type(engine).__name__}
+    report |= {name: getattr(config, name) for name in SETTINGS}
     report |= summarise(played, config.max_failures, env) | break_down(played, env, ks)
     print(markdown(report) if typed.get("format") == "markdown" else json.dumps(report, indent=1))
     return report

@@ -206,7 +206,7 @@ def test_weights_that_vllm_does_not_take_over_are_seen_at_the_first_push(fresh, 
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.copy_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
-    start = {n: tensor for n, tensor in other.state_dict().items()}
+    start = other.state_dict()
 
     def stream(model, checksums):
         for n, tensor in model.state_dict().items():

@@ -45,8 +45,13 @@ def save(accelerator, run_folder: Path, progress: Progress) -> Path:
     final = run_folder / "checkpoints" / f"step-{progress.step}"
     partial = final.with_suffix(".partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+        accelerator.wait_for_everyone()
         accelerator.save_state(str(partial))
+        accelerator.wait_for_everyone()
+        if not accelerator.is_main_process:
+            return final
         (partial / "progress.json").write_text(json.dumps(asdict(progress), indent=1))
         files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
         sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}

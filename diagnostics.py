@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from losses import MAX_LOG_RATIO, kl_penalty, segment_mean
+from ranks import gather
 
 BAND = 0.2  # of Figure 3 (a, b): PPO's clip, whatever the clip of the method
 PARTS = [f"{sign}_{side}_{mood}" for sign in ("neg", "pos") for side in ("down", "up") for mood in ("sure", "unsure")]
@@ -101,7 +102,8 @@ def engine_gap(packs: list, rollout_is_cap: float = 0.0) -> dict[str, float]:
 
     capped is the share of tokens whose weight exp(-gap) is cut at rollout_is_cap, 0 where that is off.
     """
-    gap = torch.cat([pack.rollout_logprobs - pack.old_logprobs for pack in packs]).double()  # [M]
+    gap = torch.cat([pack.rollout_logprobs - pack.old_logprobs for pack in packs]).double().tolist()
+    gap = torch.tensor(gather(gap), dtype=torch.float64)  # [M], of all ranks
     capped = float((torch.exp(-gap) > rollout_is_cap).double().mean()) if rollout_is_cap else 0.0
     gaps = {"mean": gap.abs().mean(), "max": gap.abs().max(), "k1": gap.mean(), "capped": capped}
     return {f"gap/{name}": float(value) for name, value in gaps.items()}

@@ -22,9 +22,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from policy import Row, pack, sampled_logprobs
+from ranks import place
 
 warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
 
@@ -103,19 +105,25 @@ def stop_ids(model, tokenizer) -> list[int]:
 
 
 class TransformersEngine:
-    """Batched decoding with a KV cache by a Transformers model; it shares the trainer's weights: none can be stale."""
+    """Batched decoding with a KV cache by a Transformers model: the trainer's own, or a copy where that is sharded."""
 
     def __init__(self, model, tokenizer):
         self.model, self.pad = model, tokenizer.pad_token_id
         self.stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
+        self.version, self.received = None, {}
 
+    @torch.no_grad()
     def load_weights(self, model, version: int) -> None:
-        """Nothing to load: they are the model's own."""
+        """Copy the weights of a sharded model; of another one there are none to load, as they are its own."""
+        self.version, self.received, own = version, {}, self.model.state_dict()
+        if model is not self.model:
+            for name, tensor in weight_stream(model, self.received):
+                own[name].copy_(tensor)
 
     def check(self, model, version: int) -> None:
-        """RuntimeError if it samples from another model."""
+        """RuntimeError unless it samples from the weights of `model`, those of update `version`."""
         if model is not self.model:
-            raise RuntimeError("the engine samples from another model than the trainer's")
+            check_received(model, version, self)
 
     def sleep(self) -> None:
         """Nothing to free: the weights are the trainer's, and the cache of a batch is gone with it."""
@@ -180,11 +188,26 @@ def checksum(tensor: Tensor) -> int:
     return total % 2**64
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that is sharded over ranks, put together on each of them."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def weight_stream(model, checksums: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of every weight, a tied head too, one at a time; its checksum is noted once it is taken."""
     for name, tensor in model.state_dict().items():
+        tensor = whole(tensor)
         yield name, tensor
         checksums[name] = checksum(tensor)
+
+
+def check_received(model, version: int, engine) -> None:
+    """RuntimeError unless the engine has received every weight of `model`, by its checksum, for update `version`."""
+    if engine.version != version:
+        raise RuntimeError(f"the engine has the weights of update {engine.version}, the trainer those of {version}")
+    own, received = {name: checksum(whole(tensor)) for name, tensor in model.state_dict().items()}, engine.received
+    if stale := sorted(own.keys() ^ received.keys() | {n for n in own if received.get(n) != own[n]}):
+        raise RuntimeError(f"{len(stale)} of {len(own)} weights are not the engine's, {stale[0]} the first")
 
 
 def check_gap(mean: float, dtype: torch.dtype) -> None:
@@ -238,6 +261,7 @@ class VLLMEngine:
                     enforce_eager=on_cpu,
                     enable_chunked_prefill=not on_cpu,  # there a prompt read in parts fails on its seed
                     enable_sleep_mode=sleep_level > 0,
+                    distributed_executor_backend="external_launcher" if place()[1] > 1 else None,
                 )
             except (ValueError, RuntimeError) as error:
                 raise ValueError(f"--engine vllm with --kv_cache_gib {kv_cache_gib}: {error}") from error
@@ -293,11 +317,7 @@ class VLLMEngine:
         log-probabilities of tokens sampled after it. That vLLM takes over what it receives is seen by these at the
         first push, which replaces random weights.
         """
-        if self.version != version:
-            raise RuntimeError(f"the engine has the weights of update {self.version}, the trainer those of {version}")
-        own = {name: checksum(tensor) for name, tensor in model.state_dict().items()}
-        if stale := sorted(own.keys() ^ self.received.keys() | {n for n in own if self.received.get(n) != own[n]}):
-            raise RuntimeError(f"{len(stale)} of {len(own)} weights are not the engine's, {stale[0]} the first")
+        check_received(model, version, self)
         (sampled,), cached = self._sample([self.probe], [version], Sampling(1.0, PROBED), [])
         if cached and not self.probed:
             raise RuntimeError(f"the prefix cache was not dropped: {cached} tokens of the weights before")

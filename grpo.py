@@ -12,10 +12,12 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from diagnostics import token_sums, update_metrics
 from losses import aggregate, kl_penalty, rollout_weights, sequence_mask
 from policy import Pack, Row, make_packs, sampled_logprobs
+from ranks import add_up, place
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def add_old_logprobs(model, reference, packs: list[Pack], temperature: float, nu
         pack.ref_logprobs, _ = sampled_logprobs(reference, pack, temperature)
         total.index_add_(0, pack.sequence.cpu(), pack.entropy.double().cpu())
         count.index_add_(0, pack.sequence.cpu(), torch.ones(len(pack.entropy), dtype=torch.float64))
-    return (total / count).numpy()
+    return (add_up(total) / add_up(count)).numpy()
 
 
 def policy_loss(
@@ -129,21 +131,22 @@ def update_policy(
     """
     losses, norms, sums, tokens, skipped = [], [], [], [], 0
     for packs in mini_batches * epochs:
-        num_tokens = sum(len(pack.tokens) for pack in packs)
-        num_sequences = sum(len(pack.sequence.unique()) for pack in packs)
-        total, batch_sums = 0.0, {}
+        sizes = [(len(pack.tokens), len(pack.sequence.unique())) for pack in packs]
+        num_tokens, num_sequences = add_up(torch.tensor(sizes, device=packs[0].tokens.device).sum(0)).tolist()
+        batch_sums = {}
         for pack in packs:
             logprobs, entropy = sampled_logprobs(model, pack, temperature, bool(entropy_coef))
             value, micro = loss(logprobs, entropy, pack, num_tokens, num_sequences)
-            backward(value)
-            total += value.item()
+            backward(value * place()[1])  # undoes the mean over ranks
+            micro["loss"] = value.detach().double()
             batch_sums = {name: batch_sums.get(name, 0.0) + term for name, term in micro.items()}
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if math.isfinite(norm):
             optimizer.step()
-            losses.append(total)
             norms.append(norm)
-            sums.append(batch_sums)
+            sums.append({name: add_up(term) for name, term in batch_sums.items()})
+            losses.append(float(sums[-1].pop("loss")))
             tokens.append(num_tokens)
         else:
             skipped += 1

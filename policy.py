@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ranks import balance, place
 from tiny import tiny_model, tiny_tokenizer
+
+LOGIT_BYTES = 2**27  # of logits at a time, float32
 
 
 def load_policy(model: str, words: list[str], hidden: int, layers: int, dtype: str):
@@ -75,21 +79,94 @@ def pack(rows: list[Row], pad: int, device="cpu") -> Pack:
     columns, column = np.unique(position - 1, return_inverse=True)
     arrays = (ids, mask, columns, index, column, ids[index, position], sequence)
     packed = Pack(*(torch.as_tensor(array, device=device) for array in arrays))
-    if all(row.rollout_logprobs for row in rows):
+    if all(len(row.rollout_logprobs) == len(row.sampled) for row in rows):
         rollout_logprobs = np.concatenate([row.rollout_logprobs for row in rows]).astype(np.float32)  # [M]
         packed.rollout_logprobs = torch.as_tensor(rollout_logprobs, device=device)
     return packed
 
 
-def make_packs(rows: list[Row], tokens_per_micro_batch: int, pad: int, device="cpu") -> list[Pack]:
-    """Micro-batches of rows of like length, at most `tokens_per_micro_batch` with padding or a single row."""
-    packs, batch = [], []
+def micro_batches(rows: list[Row], tokens_per_micro_batch: int) -> list[list[Row]]:
+    """Rows of like length together, at most `tokens_per_micro_batch` with padding or a single row."""
+    batches = []
     for row in sorted(rows, key=lambda row: len(row.ids)):
-        if batch and (len(batch) + 1) * len(row.ids) > tokens_per_micro_batch:
-            packs.append(pack(batch, pad, device))
-            batch = []
-        batch.append(row)
-    return [*packs, pack(batch, pad, device)] if batch else packs
+        if not batches or (len(batches[-1]) + 1) * len(row.ids) > tokens_per_micro_batch:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def make_packs(rows: list[Row], tokens_per_micro_batch: int, pad: int, device="cpu") -> list[Pack]:
+    """This rank's micro-batches of the rows, which are balanced over the ranks by their tokens.
+
+    Every rank takes as many steps, or sharded parameters would wait for each other: a rank that has fewer fills up
+    with rows without a sampled token, whose loss is 0.
+    """
+    if not rows:
+        return []
+    shares = [[rows[i] for i in share] for share in balance([len(row.ids) for row in rows])]
+    batches = [micro_batches(share, tokens_per_micro_batch) for share in shares]
+    mine, steps, idle = batches[place()[0]], max(map(len, batches)), Row(rows[0].ids[:2], [], [])
+    return [pack(batch, pad, device) for batch in mine + [[idle]] * (steps - len(mine))]
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """`token_scores`, some rows of logits at a time; backward makes them again, so that none outlives its chunk."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, tokens, temperature, with_entropy, chunk):
+        logprobs, entropy, log_sums = [], [], []
+        for part, token in zip(hidden.split(chunk), tokens.split(chunk), strict=True):
+            logits = F.linear(part, weight).float().div_(temperature)  # [chunk, V]
+            log_sum = logits.logsumexp(-1)
+            logprobs.append(logits.gather(1, token[:, None])[:, 0] - log_sum)
+            log_sums.append(log_sum)
+            if with_entropy:
+                every = logits.sub_(log_sum[:, None])
+                entropy.append(-(every.exp().mul_(every)).sum(-1))
+        logprobs, log_sums = torch.cat(logprobs), torch.cat(log_sums)  # [M]
+        entropy = torch.cat(entropy) if with_entropy else torch.zeros_like(logprobs)
+        ctx.save_for_backward(hidden, weight, tokens, log_sums, entropy)
+        ctx.numbers = temperature, with_entropy, chunk
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, to_logprobs, to_entropy):
+        """d logprobs = (1[token] - p) d logits;   d entropy = -p * (log p + entropy) d logits;   / temperature."""
+        hidden, weight, tokens, log_sums, entropy = ctx.saved_tensors
+        temperature, with_entropy, chunk = ctx.numbers
+        to_hidden, to_weight = torch.empty_like(hidden), torch.zeros_like(weight).float()
+        for start in range(0, len(tokens), chunk):
+            at = slice(start, start + chunk)
+            every = F.linear(hidden[at], weight).float().div_(temperature).sub_(log_sums[at, None])  # log p
+            if with_entropy:
+                p = every.exp()
+                logits = every.add_(entropy[at, None]).mul_(p).mul_(-to_entropy[at, None])
+                logits.sub_(p.mul_(to_logprobs[at, None]))
+            else:
+                logits = every.exp_().mul_(-to_logprobs[at, None])
+            logits.scatter_add_(1, tokens[at, None], to_logprobs[at, None]).div_(temperature)  # their gradient
+            logits = logits.to(weight.dtype)
+            to_hidden[at] = logits @ weight
+            to_weight += logits.T @ hidden[at]
+        return to_hidden, to_weight.to(weight.dtype), None, None, None, None
+
+
+def token_scores(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability [M] of each token, and entropy [M] if asked, from hidden states [M, H] and the head [V, H].
+
+        every = log_softmax(hidden @ weight.T / temperature);    logprobs = every[tokens]
+        entropy = -sum(exp(every) * every)
+
+    In float32, LOGIT_BYTES of logits at a time: the memory does not grow with M.
+    """
+    chunk = max(1, LOGIT_BYTES // (4 * len(weight)))
+    if len(tokens) > chunk:
+        logprobs, entropy = _ChunkedScores.apply(hidden, weight, tokens, temperature, with_entropy, chunk)
+        return logprobs, entropy if with_entropy else None
+    every = torch.log_softmax(F.linear(hidden, weight).float() / temperature, dim=-1)  # [M, V]
+    return every.gather(1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1) if with_entropy else None
 
 
 def sampled_logprobs(
@@ -97,11 +174,24 @@ def sampled_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability [M] of each sampled token and, if asked, the entropy [M] of its distribution, in nats.
 
-    logprobs = log_softmax(logits / temperature)[tokens];    entropy = -sum(p * log p) of the same distribution
+    The model's own forward runs, as its wrappers rely on it, with a head that scores the sampled tokens and keeps no
+    logits of others.
     """
-    logits = model(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, logits_to_keep=batch.columns, use_cache=False
-    ).logits  # [B, C, V]
-    every = torch.log_softmax(logits[batch.row, batch.column].float() / temperature, dim=-1)  # [M, V]
-    logprobs = every.gather(1, batch.tokens[:, None])[:, 0]
-    return logprobs, -(every.exp() * every).sum(-1) if with_entropy else None
+    head, scores = getattr(model, "module", model).get_output_embeddings(), []
+
+    def score(hidden: Tensor) -> Tensor:  # [B, C, H]
+        picked = hidden[batch.row, batch.column]  # [M, H]
+        scores.extend(token_scores(picked, head.weight, batch.tokens, temperature, with_entropy))
+        return scores[0]
+
+    head.forward = score
+    try:
+        model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            logits_to_keep=batch.columns,
+            use_cache=False,
+        )
+    finally:
+        del head.forward
+    return scores[0], scores[1]

@@ -16,6 +16,7 @@ import numpy as np
 from advantages import TurnTable
 from engines import Generation, Prompt, Sampling
 from policy import Row
+from ranks import gather, share
 
 
 @dataclass
@@ -131,11 +132,13 @@ def check_first_prompt(tokenizer, env, task: str, max_prompt_tokens: int) -> Non
 def run_episodes(
     engine, tokenizer, envs: list, tasks: list[str], keys: list[tuple], sampling: Sampling, max_prompt_tokens: int
 ) -> list[Trajectory]:
-    """Play every task once, all environments one turn at a time; a free environment takes the next task.
+    """Play every task once, this rank its share, and return the trajectories of all ranks in the order of tasks.
 
-    keys[i] with the turn number seeds the sampling of task i, so that what it draws does not depend on the others. An
-    exception of an environment ends its episode with `error` set; one of the engine, and an interrupt, propagate.
+    All environments play one turn at a time; a free one takes the next task. keys[i] with the turn number seeds the
+    sampling of task i, so that what it draws does not depend on the others. An exception of an environment ends its
+    episode with `error` set; one of the engine, and an interrupt, propagate.
     """
+    tasks, keys = share(tasks), share(keys)
     trajectories = [Trajectory(task) for task in tasks]
     waiting, free, playing = deque(range(len(tasks))), list(envs), []
     while waiting or playing:
@@ -173,7 +176,7 @@ def run_episodes(
                 playing.append(episode)
             else:
                 free.append(episode.env)
-    return trajectories
+    return gather(trajectories)
 
 
 class TaskStream:

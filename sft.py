@@ -15,6 +15,7 @@ from config import numbers_of
 from engines import Generation
 from envs import TAGS
 from policy import Row, make_packs, sampled_logprobs
+from ranks import add_up
 from rollout import Episode, TaskStream, Trajectory, check_failures, digest, generator, make_rows
 
 
@@ -101,18 +102,18 @@ def clone(
     for _ in tqdm(range(sft_steps), desc="cloning", leave=False):
         chosen = [rows[i] for i in rng.integers(len(rows), size=sft_batch)]
         packs = make_packs(chosen, tokens_per_micro_batch, pad, accelerator.device)
-        tokens = sum(len(pack.tokens) for pack in packs)
-        total = 0.0
+        tokens = sum(len(row.sampled) for row in chosen)
+        total = torch.zeros((), device=accelerator.device)
         for pack in packs:
             logprobs, _ = sampled_logprobs(model, pack, 1.0)
             loss = -logprobs.sum() / tokens
-            accelerator.backward(loss)
-            total += loss.item()
+            accelerator.backward(loss * accelerator.num_processes)  # undoes the mean over ranks
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        history.append(total)
+        history.append(add_up(total).item())
     return history
 
 

@@ -25,8 +25,6 @@ from functools import partial
 from logging import getLogger
 
 import torch
-from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from tqdm import tqdm
@@ -42,6 +40,7 @@ from grpo import add_old_logprobs, make_mini_batches, policy_loss, update_policy
 from losses import SURROGATES
 from plots import plot_curves, read_metrics
 from policy import load_policy
+from ranks import gather, make_accelerator
 from records import append_step, cut, record_groups
 from rollout import (
     TaskStream,
@@ -66,27 +65,6 @@ def timed(seconds: dict[str, float], part: str):
     seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - start
 
 
-def make_accelerator(config: Config) -> Accelerator:
-    """One process, no mixed precision. ValueError on what the launcher or a tracker would change in silence."""
-    trackers = [str(tracker) for tracker in get_available_trackers()]
-    if config.log_with and config.log_with not in trackers:
-        raise ValueError(
-            f"--log_with {config.log_with}: allowed are installed trackers, here {', '.join(trackers) or 'none'}"
-        )
-    accelerator = Accelerator(
-        cpu=not config.model or not torch.cuda.is_available(),
-        mixed_precision="no",
-        log_with=config.log_with or None,
-        project_dir=config.folder,
-    )
-    processes, accumulation = accelerator.num_processes, accelerator.gradient_accumulation_steps
-    if processes > 1:
-        raise ValueError(f"num_processes {processes}: allowed is 1 so far; accelerate launch --num_processes 1")
-    if accumulation > 1:
-        raise ValueError(f"gradient_accumulation_steps {accumulation} of accelerate: allowed is 1; see --mini_batch")
-    return accelerator
-
-
 class Run:
     """What a run holds together: settings, progress, model, engine, environments, and its folder."""
 
@@ -96,7 +74,8 @@ class Run:
         if not config.model:
             torch.set_num_threads(1)  # a second thread slows a model this small down, by far on a busy machine
         set_seed(config.seed)
-        self.accelerator = make_accelerator(config)
+        self.accelerator = make_accelerator(config.model, config.log_with, self.folder, config.groups_per_step)
+        self.main = self.accelerator.is_main_process
         self.checkpoint = checkpoint.newest(self.folder) if config.resume else None
         self.progress = checkpoint.read_progress(self.checkpoint) if self.checkpoint else checkpoint.Progress()
         done, metrics = self.progress.step, self.folder / "metrics.jsonl"
@@ -104,7 +83,7 @@ class Run:
             raise ValueError(f"--steps {config.steps}: {self.folder} is finished up to step {done}; allowed is more")
         if config.resume and not self.checkpoint and metrics.exists() and len(read_metrics(metrics)) > 1:
             raise ValueError(f"--resume: {self.folder} has steps but no complete checkpoint; allowed is --overwrite")
-        self.envs = make_envs(config, config.groups_per_step * config.group_size)
+        self.envs = make_envs(config, config.groups_per_step * config.group_size // self.accelerator.num_processes)
         self.env = self.envs[0]
         can_show = hasattr(self.env, "expert") and not self.env.append_only
         if config.sft_steps and config.sft_data == "expert" and not can_show:
@@ -114,9 +93,15 @@ class Run:
         name = str(self.folder / "reference") if self.checkpoint else config.model
         model, self.tokenizer = load_policy(name, self.env.words(), config.hidden, config.layers, config.dtype)
         check_first_prompt(self.tokenizer, self.env, self.stream.tasks[0], config.max_prompt_tokens)
+        self.sharded = self.accelerator.distributed_type.value == "FSDP"
+        whole = deepcopy(model).to(self.accelerator.device) if self.sharded else model  # for the engine
         self.model = self.accelerator.prepare(model)
-        self.engine = make_engine(self.model, self.tokenizer, **numbers_of(make_engine, config))
-        self._open_folder()
+        self.engine = make_engine(whole, self.tokenizer, **numbers_of(make_engine, config))
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            self._open_folder()
+        self.accelerator.wait_for_everyone()
+        self.accelerator.init_trackers("sampo", asdict(config))
 
     def _open_folder(self) -> None:
         """A new folder, or that of a run to go on with, its files cut to where its checkpoint was."""
@@ -134,7 +119,6 @@ class Run:
             self.folder.mkdir(parents=True)
         checkpoint.write_json(self.folder / "config.json", asdict(self.config))
         metrics.touch()
-        self.accelerator.init_trackers("sampo", asdict(self.config))
 
     def play(self, tasks: list[str], key: tuple) -> list[Trajectory]:
         """Episodes of the policy on tasks, as in training; task i samples with the seeds of (seed, *key, i)."""
@@ -143,11 +127,16 @@ class Run:
         keys = [(c.seed, *key, i) for i in range(len(tasks))]
         return run_episodes(self.engine, self.tokenizer, self.envs, tasks, keys, sampling, c.max_prompt_tokens)
 
+    @property
+    def policy(self):
+        """The model without the wrapper of its ranks."""
+        return self.accelerator.unwrap_model(self.model)
+
     def sync(self, version: int) -> None:
         """Give the engine the weights of the policy after update `version`, and see that it has them."""
         with timed(self.seconds, "sync"):
-            self.engine.load_weights(self.model, version)
-            self.engine.check(self.model, version)
+            self.engine.load_weights(self.policy, version)
+            self.engine.check(self.policy, version)
 
     def evaluate(self, split: str) -> dict[str, float]:
         """One episode on each task of a held-out panel."""
@@ -163,8 +152,11 @@ class Run:
 
     def save_model(self, name: str) -> None:
         """The model and its tokenizer in Hugging Face layout."""
-        self.accelerator.unwrap_model(self.model).save_pretrained(self.folder / name)
-        self.tokenizer.save_pretrained(self.folder / name)
+        weights = self.accelerator.get_state_dict(self.model)  # whole, on the first rank
+        if self.main:
+            self.policy.save_pretrained(self.folder / name, state_dict=weights)
+            self.tokenizer.save_pretrained(self.folder / name)
+        self.accelerator.wait_for_everyone()
 
     def log(self, file, metrics: dict) -> None:
         """Write the line of a step, with where its seconds went, and note how far the run is."""
@@ -174,9 +166,10 @@ class Run:
             progress.seconds[part] = progress.seconds.get(part, 0.0) + value
         self.seconds.clear()
         finite = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
-        file.write(json.dumps(dict.fromkeys(metrics) | finite) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+        if self.main:
+            file.write(json.dumps(dict.fromkeys(metrics) | finite) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         self.accelerator.log(finite, metrics["step"])
         progress.step, progress.position, progress.metrics_size = metrics["step"], self.stream.position, file.tell()
 
@@ -209,7 +202,7 @@ def weigh(run: Run, groups: list, reference, packs: list) -> tuple[bool, dict[st
     for pack in packs:
         pack.advantages = torch.as_tensor(advantages, dtype=torch.float32, device=pack.sequence.device)[pack.sequence]
     gap = engine_gap(packs, c.rollout_is_cap)
-    check_gap(gap["gap/mean"], run.model.dtype)
+    check_gap(gap["gap/mean"], run.policy.dtype)
     return bool(advantages.any()), {"entropy": float(entropy.mean())} | gap
 
 
@@ -217,7 +210,7 @@ def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
     """One rollout and its updates, none where no advantage differs from 0; returns the metrics of the step."""
     c, pad, device = run.config, run.tokenizer.pad_token_id, run.accelerator.device
     with timed(run.seconds, "rollout"):
-        run.engine.check(run.model, step - 1)
+        run.engine.check(run.policy, step - 1)
         groups, everything, metrics = sample_step(run, step)
     run.engine.sleep()
     metrics["rate/rollout"] = metrics["sampled_tokens"] / run.seconds["rollout"]
@@ -240,7 +233,8 @@ def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
     with timed(run.seconds, "recording"):
         rng = generator(c.seed, "records", step)
         lines = record_groups(everything, c.record_groups, rng, run.env, run.tokenizer, step)
-        run.progress.rollouts_size = append_step(run.folder / "rollouts.jsonl.gz", lines)
+        if run.main:
+            run.progress.rollouts_size = append_step(run.folder / "rollouts.jsonl.gz", lines)
     return metrics
 
 
@@ -264,15 +258,19 @@ def train(run: Run) -> int:
     alone; OSError where a file cannot be written.
     """
     c, progress, path = run.config, run.progress, run.folder / "metrics.jsonl"
-    reference = deepcopy(run.model).requires_grad_(False)
+    if run.sharded:
+        reference, _ = load_policy(str(run.folder / "reference"), [], c.hidden, c.layers, c.dtype)
+        reference = run.accelerator.prepare(reference).requires_grad_(False)
+    else:
+        reference = deepcopy(run.policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=c.learning_rate, weight_decay=c.weight_decay)
     optimizer = run.accelerator.prepare(optimizer)
     if run.checkpoint:
         run.accelerator.load_state(str(run.checkpoint))
         run.sync(progress.step)
     history, todo = read_metrics(path), range(progress.step + 1, c.steps + 1)
-    bar = tqdm(todo, c.method, initial=todo.start, total=todo.stop)
-    with open(path, "a") as log, bar, checkpoint.noted_signals() as signals:
+    bar = tqdm(todo, c.method, initial=todo.start, total=todo.stop, disable=not run.main)
+    with open(path if run.main else os.devnull, "a") as log, bar, checkpoint.noted_signals() as noted:
         for step in bar:
             metrics = {"step": step} | (train_step(run, reference, optimizer, step) if step else {})
             history.append(metrics)
@@ -282,7 +280,8 @@ def train(run: Run) -> int:
             evaluated = step % c.eval_every == 0 or step == c.steps
             if evaluated:
                 run.evaluate_step(metrics)
-            stop = reason_to_stop(run, history, signals)
+            signals = gather(list(noted))
+            stop = next(filter(None, gather([reason_to_stop(run, history, signals)])), "")
             if stop and not evaluated and not signals:
                 run.evaluate_step(metrics)
             run.log(log, metrics)
@@ -329,10 +328,13 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
             start(run)
         stopped = train(run)
         run.save_model("model")
-        plot_curves(run.folder, f"{config.task} · {config.method} · seed {config.seed}")
+        if run.main:
+            plot_curves(run.folder, f"{config.task} · {config.method} · seed {config.seed}")
         if stopped:
             sys.exit(128 + stopped)
         results["after RL"]["valid_unseen"] = run.evaluate("valid_unseen")
+        if not run.main:
+            return results
         report = {"results": results, "seconds": progress.seconds, "cloning_loss": progress.cloning_loss}
         report["engine"] = type(run.engine).__name__
         checkpoint.write_json(run.folder / "results.json", report)

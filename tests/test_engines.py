@@ -139,10 +139,20 @@ def test_a_tokenizer_without_an_end_leaves_it_to_the_model():
     assert engines.stop_ids(model, SimpleNamespace(eos_token_id=9)) == [9]
 
 
-def test_another_model_than_the_trainers_is_noticed(engine, model):
-    engine.check(model, 3)
-    with pytest.raises(RuntimeError, match="another model"):
-        engine.check(deepcopy(model), 3)
+def test_a_copy_samples_from_the_weights_it_was_given_and_says_so(engine, model, prompts):
+    engine.check(model, 3)  # its own: always fresh
+    trained = deepcopy(model)
+    with torch.no_grad():
+        trained.model.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="the engine has the weights of update None"):
+        engine.check(trained, 1)
+    engine.load_weights(trained, 1)
+    engine.check(trained, 1)
+    assert torch.equal(engine.model.model.norm.weight, trained.model.norm.weight)
+    with torch.no_grad():
+        trained.model.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="1 of 25 weights are not the engine's, model.norm.weight"):
+        engine.check(trained, 1)
 
 
 def test_images_are_refused(engine):

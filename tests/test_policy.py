@@ -6,18 +6,33 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from policy import Row, make_packs, pack, sampled_logprobs
+import policy
+from policy import Row, make_packs, pack, sampled_logprobs, token_scores
+
+
+class StandIn(torch.nn.Module):
+    """A model whose logits are a function of its input: they are its hidden states, behind a head of ones."""
+
+    def __init__(self, logits, vocabulary):
+        super().__init__()
+        self.logits, self.head = logits, torch.nn.Linear(vocabulary, vocabulary, bias=False)
+        self.head.weight.data = torch.eye(vocabulary)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, attention_mask, logits_to_keep, use_cache):
+        return SimpleNamespace(logits=self.head(self.logits(input_ids)[:, logits_to_keep]))
 
 
 def successor_model(vocabulary=30, p=0.9):
     """P(next = current + 1) = p, the rest uniform: any shift of the alignment gives another value."""
 
-    def forward(input_ids, attention_mask, logits_to_keep, use_cache):
+    def logits(input_ids):
         probs = torch.full((*input_ids.shape, vocabulary), (1 - p) / (vocabulary - 1))
-        probs.scatter_(2, ((input_ids + 1) % vocabulary)[..., None], p)
-        return SimpleNamespace(logits=probs.log()[:, logits_to_keep])
+        return probs.scatter(2, ((input_ids + 1) % vocabulary)[..., None], p).log()
 
-    return forward
+    return StandIn(logits, vocabulary)
 
 
 def test_logit_before_a_token_scores_it():
@@ -48,12 +63,45 @@ def test_temperature_divides_the_logits_of_logprobs_and_entropy(temperature):
     exps = [math.exp(x / temperature) for x in (2, 1, 0)]
     probs = [e / sum(exps) for e in exps]
 
-    def model(input_ids, attention_mask, logits_to_keep, use_cache):
-        return SimpleNamespace(logits=torch.tensor([2.0, 1.0, 0.0]).expand(1, len(logits_to_keep), 3))
-
+    model = StandIn(lambda input_ids: torch.tensor([2.0, 1.0, 0.0]).expand(*input_ids.shape, 3), 3)
     logprobs, entropy = sampled_logprobs(model, pack([Row([1, 0], [1], [0])], pad=0), temperature, with_entropy=True)
     assert logprobs.item() == pytest.approx(math.log(probs[0]), rel=1e-6)
     assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in probs), rel=1e-6)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_scores_in_chunks_are_those_of_one_piece_with_their_gradients(monkeypatch, with_entropy):
+    # 50 tokens in chunks of 7, the last one of 1; each output weighed by random numbers of either sign
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(50, 16, generator=rng), torch.randn(37, 16, generator=rng)
+    tokens, weights = torch.randint(37, (50,), generator=rng), torch.randn(2, 50, generator=rng)
+
+    def scores(limit):
+        monkeypatch.setattr(policy, "LOGIT_BYTES", limit)
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, entropy = token_scores(*leaves, tokens, 1.3, with_entropy)
+        loss = (weights[0] * logprobs).sum() + ((weights[1] * entropy).sum() if with_entropy else 0)
+        return logprobs, *([entropy] if with_entropy else []), *torch.autograd.grad(loss, leaves)
+
+    for whole, chunked in zip(scores(2**20), scores(7 * 37 * 4), strict=True):
+        assert torch.allclose(whole, chunked, atol=1e-5)
+
+
+def test_gradients_of_chunked_scores_match_finite_differences(monkeypatch):
+    monkeypatch.setattr(policy, "LOGIT_BYTES", 3 * 5 * 4)
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # stay in float64
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 4, generator=rng, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 4, generator=rng, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(5, (8,), generator=rng)
+    assert torch.autograd.gradcheck(lambda h, w: token_scores(h, w, tokens, 0.7, True), (hidden, weight))
+
+
+def test_a_model_is_left_as_it_was(model):
+    head = model.get_output_embeddings()
+    sampled_logprobs(model, pack([Row([5, 6, 7], [2], [0])], pad=0), 1.0)
+    assert "forward" not in vars(head)
+    assert model(torch.tensor([[5, 6, 7]])).logits.shape[-1] == len(head.weight)
 
 
 def test_padding_changes_nothing(model):

@@ -95,7 +95,8 @@ class Run:
         check_first_prompt(self.tokenizer, self.env, self.stream.tasks[0], config.max_prompt_tokens)
         self.sharded = self.accelerator.distributed_type.value == "FSDP"
         whole = deepcopy(model).to(self.accelerator.device) if self.sharded else model  # for the engine
-        self.model = self.accelerator.prepare(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.engine = make_engine(whole, self.tokenizer, **numbers_of(make_engine, config))
         self.accelerator.wait_for_everyone()
         if self.main:
@@ -206,7 +207,7 @@ def weigh(run: Run, groups: list, reference, packs: list) -> tuple[bool, dict[st
     return bool(advantages.any()), {"entropy": float(entropy.mean())} | gap
 
 
-def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
+def train_step(run: Run, reference, step: int) -> dict[str, float]:
     """One rollout and its updates, none where no advantage differs from 0; returns the metrics of the step."""
     c, pad, device = run.config, run.tokenizer.pad_token_id, run.accelerator.device
     with timed(run.seconds, "rollout"):
@@ -226,7 +227,7 @@ def train_step(run: Run, reference, optimizer, step: int) -> dict[str, float]:
             surrogate = partial(SURROGATES[c.surrogate], **numbers_of(SURROGATES[c.surrogate], c))
             loss = partial(policy_loss, surrogate, **numbers_of(policy_loss, c))
             settings = numbers_of(update_policy, c) | {"backward": run.accelerator.backward}
-            metrics |= update_policy(run.model, optimizer, batches, loss, **settings)
+            metrics |= update_policy(run.model, run.optimizer, batches, loss, **settings)
             metrics["tokens"] = sum(len(row.sampled) for row in rows)
     run.sync(step)
     metrics["rate/update"] = c.epochs * metrics["tokens"] / run.seconds["update"]
@@ -258,13 +259,8 @@ def train(run: Run) -> int:
     alone; OSError where a file cannot be written.
     """
     c, progress, path = run.config, run.progress, run.folder / "metrics.jsonl"
-    if run.sharded:
-        reference, _ = load_policy(str(run.folder / "reference"), [], c.hidden, c.layers, c.dtype)
-        reference = run.accelerator.prepare(reference).requires_grad_(False)
-    else:
-        reference = deepcopy(run.policy).requires_grad_(False)
-    optimizer = torch.optim.AdamW(run.model.parameters(), lr=c.learning_rate, weight_decay=c.weight_decay)
-    optimizer = run.accelerator.prepare(optimizer)
+    reference, _ = load_policy(str(run.folder / "reference"), [], c.hidden, c.layers, c.dtype)
+    reference = reference.to(run.accelerator.device).requires_grad_(False)  # whole on every rank
     if run.checkpoint:
         run.accelerator.load_state(str(run.checkpoint))
         run.sync(progress.step)
@@ -272,7 +268,7 @@ def train(run: Run) -> int:
     bar = tqdm(todo, c.method, initial=todo.start, total=todo.stop, disable=not run.main)
     with open(path if run.main else os.devnull, "a") as log, bar, checkpoint.noted_signals() as noted:
         for step in bar:
-            metrics = {"step": step} | (train_step(run, reference, optimizer, step) if step else {})
+            metrics = {"step": step} | (train_step(run, reference, step) if step else {})
             history.append(metrics)
             metrics |= collapse_signs(history)
             if warning := collapse_warning(history):
@@ -290,6 +286,8 @@ def train(run: Run) -> int:
             if stop or step == c.steps or step % c.save_every == 0:
                 with timed(run.seconds, "saving"):
                     checkpoint.save(run.accelerator, run.folder, progress)
+                if not step:
+                    run.optimizer.state.clear()  # to save it torch takes a step without a gradient under FSDP
             if len(history) > 3 and all(m["skipped_updates"] > m["updates"] == 0 for m in history[-3:]):
                 raise RuntimeError(f"step {step}: every gradient of the last 3 steps was non-finite; see {run.folder}")
             if stop:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from records import cut
+
 KEEP = 2
 
 
@@ -26,6 +28,8 @@ class Progress:
 
     step: int = -1  # the last one done; 0 is cloning
     position: int = 0  # of the stream of training tasks
+    updates: int = 0  # optimizer steps so far
+    launched: str = ""  # on how many processes, and how
     metrics_size: int = 0  # bytes of metrics.jsonl
     rollouts_size: int = 0  # bytes of rollouts.jsonl.gz
     cloning_loss: float | None = None  # of the last cloning step
@@ -103,6 +107,41 @@ def newest(run_folder: Path) -> Path | None:
 def read_progress(path: Path) -> Progress:
     """The progress that a checkpoint holds."""
     return Progress(**json.loads((path / "progress.json").read_text()))
+
+
+def where_to_go_on(run_folder: Path, resume: bool, steps: int, launched: str) -> tuple[Path | None, Progress]:
+    """The newest checkpoint of a run that is resumed, or None, and the progress it holds. ValueError if it cannot."""
+    path = newest(run_folder) if resume else None
+    if not path:
+        metrics = run_folder / "metrics.jsonl"
+        if resume and metrics.exists() and metrics.read_text().count("\n") > 1:
+            raise ValueError(f"--resume: {run_folder} has steps but no complete checkpoint; allowed is --overwrite")
+        return None, Progress(launched=launched)
+    progress = read_progress(path)
+    if steps < progress.step or steps == progress.step and (run_folder / "results.json").exists():
+        raise ValueError(f"--steps {steps}: {run_folder} is finished up to step {progress.step}; allowed is more")
+    if progress.launched != launched:
+        raise ValueError(
+            f"--resume: {path} was saved by {progress.launched}, this is {launched}; allowed is the same, "
+            "as every process has random states and shards of its own"
+        )
+    return path, progress
+
+
+def open_folder(folder: Path, settings: dict, path: Path | None, progress: Progress) -> None:
+    """A new run folder, or that of a run to go on with from the checkpoint `path`, its files cut to where that was."""
+    if path:
+        print(f"going on from {path}", file=sys.stderr)
+        (folder / "results.json").unlink(missing_ok=True)
+        cut(folder / "metrics.jsonl", progress.metrics_size)
+        cut(folder / "rollouts.jsonl.gz", progress.rollouts_size)
+    else:
+        if settings["resume"]:
+            print(f"no complete checkpoint in {folder}: starting anew", file=sys.stderr)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    write_json(folder / "config.json", settings)
+    (folder / "metrics.jsonl").touch()
 
 
 @contextmanager

@@ -76,6 +76,7 @@ def choose(logits: Tensor, uniform: Tensor, top_p: float = 1.0, top_k: int = 0) 
 def make_engine(
     model,
     tokenizer,
+    dtype: torch.dtype,
     *,
     engine: str,
     max_prompt_tokens: int,
@@ -83,7 +84,7 @@ def make_engine(
     kv_cache_gib: float,
     sleep_level: int,
 ):
-    """The engine of that name; auto is vLLM on a GPU that has it installed.
+    """The engine of that name; auto is vLLM on a GPU that has it installed. dtype is what the trainer computes in.
 
     ValueError where vLLM is not installed, or has no memory, or prompt and response exceed the model's context.
     """
@@ -94,7 +95,7 @@ def make_engine(
     if engine == "vllm" and not installed:
         raise ValueError("--engine vllm: it is not installed; allowed is transformers, or see requirements-vllm.txt")
     if engine == "vllm" or engine == "auto" and model.device.type == "cuda" and installed:
-        return VLLMEngine(model, tokenizer, tokens, kv_cache_gib, sleep_level)
+        return VLLMEngine(model, tokenizer, dtype, tokens, kv_cache_gib, sleep_level)
     return TransformersEngine(model, tokenizer)
 
 
@@ -222,11 +223,11 @@ def check_gap(mean: float, dtype: torch.dtype) -> None:
 class VLLMEngine:
     """vLLM in this process, with weights of its own: `load_weights` replaces them, `check` proves that they are fresh.
 
-    The prompts of earlier turns are read from its prefix cache. The constructor takes configuration, device and dtype
-    of `model` alone: its weights come with the first load_weights, and are random before.
+    The prompts of earlier turns are read from its prefix cache. The constructor takes configuration and device of
+    `model` alone: its weights come with the first load_weights, and are random before.
     """
 
-    def __init__(self, model, tokenizer, max_tokens: int, kv_cache_gib: float, sleep_level: int = 0):
+    def __init__(self, model, tokenizer, dtype, max_tokens: int, kv_cache_gib: float, sleep_level: int = 0):
         """max_tokens are a prompt's and its response's. ValueError where the memory is not there, or not enough."""
         on_cpu = model.device.type == "cpu"
         if sleep_level and on_cpu:
@@ -238,8 +239,8 @@ class VLLMEngine:
             torch._dynamo.config.disable = True  # else the first log-probabilities wait half a minute for a compiler
         from vllm import LLM, SamplingParams
 
-        self.params, self.stop, self.sleep_level = SamplingParams, stop_ids(model, tokenizer), sleep_level
-        self.version, self.received, self.asleep, self.probed = None, {}, False, False
+        self.params, self.stop, self.dtype = SamplingParams, stop_ids(model, tokenizer), dtype
+        self.sleep_level, self.version, self.received, self.asleep, self.probed = sleep_level, None, {}, False, False
         words = [i for i in range(min(len(tokenizer), 1000)) if i != tokenizer.pad_token_id]
         self.probe = [words[7 * i % len(words)] for i in range(2 * BLOCK + 1)]
         config = deepcopy(model.config)
@@ -251,7 +252,7 @@ class VLLMEngine:
                 self.llm = LLM(
                     folder,
                     load_format="dummy",
-                    dtype=str(model.dtype).removeprefix("torch."),
+                    dtype=str(dtype).removeprefix("torch."),
                     max_model_len=max(max_tokens, len(self.probe) + PROBED),
                     kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
                     gpu_memory_utilization=0.05,  # a start-up check alone, as the cache has its size
@@ -325,7 +326,7 @@ class VLLMEngine:
         row = Row(ids, list(range(len(self.probe), len(ids))), [0] * PROBED, sampled.logprobs)
         batch = pack([row], 0, model.device)
         logprobs, _ = sampled_logprobs(model, batch, 1.0)
-        check_gap(float((batch.rollout_logprobs - logprobs).abs().mean()), model.dtype)
+        check_gap(float((batch.rollout_logprobs - logprobs).abs().mean()), self.dtype)
         self.probed = True
 
     def sleep(self) -> None:

@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> dict:
         if model.num_parameters() < 10**6:
             torch.set_num_threads(1)  # as in training: a second thread slows a model this small down
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        engine = make_engine(model, tokenizer, **numbers_of(make_engine, config))
+        engine = make_engine(model, tokenizer, model.dtype, **numbers_of(make_engine, config))
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     if weights:

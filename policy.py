@@ -114,6 +114,7 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, with_entropy, chunk):
+        """logprobs = logits[token] - logsumexp(logits);    entropy = -sum(p * log p)."""
         logprobs, entropy, log_sums = [], [], []
         for part, token in zip(hidden.split(chunk), tokens.split(chunk), strict=True):
             logits = F.linear(part, weight).float().div_(temperature)  # [chunk, V]

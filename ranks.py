@@ -5,7 +5,7 @@ computed alike everywhere; model and environments alone are shared out. With one
 """
 
 import os
-import sys
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,12 @@ from torch import Tensor
 def place() -> tuple[int, int]:
     """(rank, number of ranks) of this process."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+@cache
+def _everyone():
+    """All ranks, over gloo: what they agree on are numbers and objects, on the CPU even where the model is not."""
+    return dist.new_group(backend="gloo")
 
 
 def share(items: list) -> list:
@@ -31,16 +37,15 @@ def gather(items: list) -> list:
     if ranks == 1:
         return items
     parts = [None] * ranks
-    dist.all_gather_object(parts, items)
+    dist.all_gather_object(parts, items, _everyone())
     return [item for part in parts for item in part]
 
 
 def add_up(tensor: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, on each of them."""
-    if place()[1] == 1:
-        return tensor
-    total = tensor.detach().clone()
-    dist.all_reduce(total)
+    """The sum of a tensor over all ranks, on the CPU of each."""
+    total = tensor.detach().cpu().clone()
+    if place()[1] > 1:
+        dist.all_reduce(total, group=_everyone())
     return total
 
 
@@ -55,7 +60,10 @@ def balance(lengths: list[int]) -> list[list[int]]:
 
 
 def make_accelerator(model: str, log_with: str, folder, groups_per_step: int) -> Accelerator:
-    """No mixed precision. ValueError on what the launcher or a tracker would change in silence, or drop."""
+    """On the CPU for the built-in model. ValueError on what launcher or tracker would change in silence, or drop.
+
+    Mixed precision, bf16 or none, is the launcher's setting; the built-in model takes none.
+    """
     trackers = [str(tracker) for tracker in get_available_trackers()]
     if log_with and log_with not in trackers:
         raise ValueError(
@@ -63,13 +71,15 @@ def make_accelerator(model: str, log_with: str, folder, groups_per_step: int) ->
         )
     accelerator = Accelerator(
         cpu=not model or not torch.cuda.is_available(),
-        mixed_precision="no",
+        mixed_precision=None if model else "no",
         log_with=log_with or None,
         project_dir=folder,
     )
     accumulation, kind = accelerator.gradient_accumulation_steps, accelerator.distributed_type.value
     if accumulation > 1:
         raise ValueError(f"gradient_accumulation_steps {accumulation} of accelerate: allowed is 1; see --mini_batch")
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(f"mixed_precision {accelerator.mixed_precision} of accelerate: allowed are no and bf16")
     asked = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if asked != (accelerator.num_processes, kind == "FSDP"):
         raise ValueError(
@@ -78,5 +88,11 @@ def make_accelerator(model: str, log_with: str, folder, groups_per_step: int) ->
         )
     if groups_per_step % accelerator.num_processes:
         raise ValueError(f"--groups_per_step {groups_per_step}: allowed are multiples of {asked[0]}, the processes")
-    accelerator.print(f"{asked[0]} x {accelerator.device.type}, {kind}", file=sys.stderr)
     return accelerator
+
+
+def launched(accelerator: Accelerator) -> str:
+    """How many processes there are, whether they share the parameters out, and the precision, in words."""
+    count, sharded = accelerator.num_processes, accelerator.distributed_type.value == "FSDP"
+    precision = {"no": "", "bf16": " in bf16"}[accelerator.mixed_precision]
+    return f"{count} process{'es' * (count > 1)}{' with FSDP' * sharded}{precision}"

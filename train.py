@@ -15,7 +15,6 @@ Where this departs from the paper's released code, or decides what the paper lea
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -40,8 +39,8 @@ from grpo import add_old_logprobs, make_mini_batches, policy_loss, update_policy
 from losses import SURROGATES
 from plots import plot_curves, read_metrics
 from policy import load_policy
-from ranks import gather, make_accelerator
-from records import append_step, cut, record_groups
+from ranks import gather, launched, make_accelerator
+from records import append_step, record_groups
 from rollout import (
     TaskStream,
     Trajectory,
@@ -76,13 +75,9 @@ class Run:
         set_seed(config.seed)
         self.accelerator = make_accelerator(config.model, config.log_with, self.folder, config.groups_per_step)
         self.main = self.accelerator.is_main_process
-        self.checkpoint = checkpoint.newest(self.folder) if config.resume else None
-        self.progress = checkpoint.read_progress(self.checkpoint) if self.checkpoint else checkpoint.Progress()
-        done, metrics = self.progress.step, self.folder / "metrics.jsonl"
-        if config.steps < done or config.steps == done and (self.folder / "results.json").exists():
-            raise ValueError(f"--steps {config.steps}: {self.folder} is finished up to step {done}; allowed is more")
-        if config.resume and not self.checkpoint and metrics.exists() and len(read_metrics(metrics)) > 1:
-            raise ValueError(f"--resume: {self.folder} has steps but no complete checkpoint; allowed is --overwrite")
+        self.checkpoint, self.progress = checkpoint.where_to_go_on(
+            self.folder, config.resume, config.steps, launched(self.accelerator)
+        )
         self.envs = make_envs(config, config.groups_per_step * config.group_size // self.accelerator.num_processes)
         self.env = self.envs[0]
         can_show = hasattr(self.env, "expert") and not self.env.append_only
@@ -93,33 +88,19 @@ class Run:
         name = str(self.folder / "reference") if self.checkpoint else config.model
         model, self.tokenizer = load_policy(name, self.env.words(), config.hidden, config.layers, config.dtype)
         check_first_prompt(self.tokenizer, self.env, self.stream.tasks[0], config.max_prompt_tokens)
-        self.sharded = self.accelerator.distributed_type.value == "FSDP"
-        whole = deepcopy(model).to(self.accelerator.device) if self.sharded else model  # for the engine
+        self.dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else model.dtype  # it computes in
+        whole = model
+        if self.accelerator.distributed_type.value == "FSDP":  # the policy will be in shards, the engine is not
+            whole = deepcopy(model).to(self.accelerator.device, self.dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.engine = make_engine(whole, self.tokenizer, **numbers_of(make_engine, config))
+        self.engine = make_engine(whole, self.tokenizer, self.dtype, **numbers_of(make_engine, config))
         self.accelerator.wait_for_everyone()
         if self.main:
-            self._open_folder()
+            checkpoint.open_folder(self.folder, asdict(config), self.checkpoint, self.progress)
+        self.accelerator.print(f"{self.progress.launched}, {self.accelerator.device.type}", file=sys.stderr)
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers("sampo", asdict(config))
-
-    def _open_folder(self) -> None:
-        """A new folder, or that of a run to go on with, its files cut to where its checkpoint was."""
-        metrics, rollouts = self.folder / "metrics.jsonl", self.folder / "rollouts.jsonl.gz"
-        if self.checkpoint:
-            print(f"going on from {self.checkpoint}", file=sys.stderr)
-            (self.folder / "results.json").unlink(missing_ok=True)
-            cut(metrics, self.progress.metrics_size)
-            cut(rollouts, self.progress.rollouts_size)
-        else:
-            if self.config.resume:
-                print(f"no complete checkpoint in {self.folder}: starting anew", file=sys.stderr)
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
-            self.folder.mkdir(parents=True)
-        checkpoint.write_json(self.folder / "config.json", asdict(self.config))
-        metrics.touch()
 
     def play(self, tasks: list[str], key: tuple) -> list[Trajectory]:
         """Episodes of the policy on tasks, as in training; task i samples with the seeds of (seed, *key, i)."""
@@ -151,6 +132,11 @@ class Run:
                 after["valid_seen"] = self.evaluate("valid_seen")
         metrics |= {f"eval/{name}": value for name, value in after["valid_seen"].items()}
 
+    def forget_empty_moments(self) -> None:
+        """Before the first update: to save or load an optimizer in shards, torch lets it take a step of gradient 0."""
+        if not self.progress.updates:
+            self.optimizer.state.clear()
+
     def save_model(self, name: str) -> None:
         """The model and its tokenizer in Hugging Face layout."""
         weights = self.accelerator.get_state_dict(self.model)  # whole, on the first rank
@@ -173,6 +159,7 @@ class Run:
             os.fsync(file.fileno())
         self.accelerator.log(finite, metrics["step"])
         progress.step, progress.position, progress.metrics_size = metrics["step"], self.stream.position, file.tell()
+        progress.updates += metrics.get("updates", 0)
 
 
 def sample_step(run: Run, step: int) -> tuple[list, list, dict[str, float]]:
@@ -203,7 +190,7 @@ def weigh(run: Run, groups: list, reference, packs: list) -> tuple[bool, dict[st
     for pack in packs:
         pack.advantages = torch.as_tensor(advantages, dtype=torch.float32, device=pack.sequence.device)[pack.sequence]
     gap = engine_gap(packs, c.rollout_is_cap)
-    check_gap(gap["gap/mean"], run.policy.dtype)
+    check_gap(gap["gap/mean"], run.dtype)
     return bool(advantages.any()), {"entropy": float(entropy.mean())} | gap
 
 
@@ -260,9 +247,10 @@ def train(run: Run) -> int:
     """
     c, progress, path = run.config, run.progress, run.folder / "metrics.jsonl"
     reference, _ = load_policy(str(run.folder / "reference"), [], c.hidden, c.layers, c.dtype)
-    reference = reference.to(run.accelerator.device).requires_grad_(False)  # whole on every rank
+    reference = reference.to(run.accelerator.device, run.dtype).requires_grad_(False)  # whole on every rank
     if run.checkpoint:
         run.accelerator.load_state(str(run.checkpoint))
+        run.forget_empty_moments()
         run.sync(progress.step)
     history, todo = read_metrics(path), range(progress.step + 1, c.steps + 1)
     bar = tqdm(todo, c.method, initial=todo.start, total=todo.stop, disable=not run.main)
@@ -271,7 +259,7 @@ def train(run: Run) -> int:
             metrics = {"step": step} | (train_step(run, reference, step) if step else {})
             history.append(metrics)
             metrics |= collapse_signs(history)
-            if warning := collapse_warning(history):
+            if run.main and (warning := collapse_warning(history)):
                 tqdm.write(warning, file=sys.stderr)
             evaluated = step % c.eval_every == 0 or step == c.steps
             if evaluated:
@@ -286,8 +274,7 @@ def train(run: Run) -> int:
             if stop or step == c.steps or step % c.save_every == 0:
                 with timed(run.seconds, "saving"):
                     checkpoint.save(run.accelerator, run.folder, progress)
-                if not step:
-                    run.optimizer.state.clear()  # to save it torch takes a step without a gradient under FSDP
+                    run.forget_empty_moments()
             if len(history) > 3 and all(m["skipped_updates"] > m["updates"] == 0 for m in history[-3:]):
                 raise RuntimeError(f"step {step}: every gradient of the last 3 steps was non-finite; see {run.folder}")
             if stop:

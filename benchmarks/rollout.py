@@ -96,7 +96,8 @@ def main() -> None:
     envs = make_envs(config, episodes)
     model, tokenizer = cloned_policy(config, envs[0])
     ours = TransformersEngine(model, tokenizer)
-    vllm = VLLMEngine(model, tokenizer, config.max_prompt_tokens + config.max_response_tokens, config.kv_cache_gib)
+    max_tokens = config.max_prompt_tokens + config.max_response_tokens
+    vllm = VLLMEngine(model, tokenizer, model.dtype, max_tokens, config.kv_cache_gib)
     vllm.load_weights(model, 0)
     vllm.check(model, 0)
     calls, hits, raw = [], {}, vllm.llm.generate

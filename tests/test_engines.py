@@ -107,20 +107,34 @@ def test_auto_is_vllm_on_a_gpu_that_has_it(model, tokenizer, monkeypatch):
     settings = dict(max_prompt_tokens=10, max_response_tokens=5, kv_cache_gib=0.5, sleep_level=0)
     monkeypatch.setattr(engines, "VLLMEngine", lambda *arguments: arguments)
     monkeypatch.setattr(engines, "find_spec", lambda name: "found")
-    assert isinstance(make_engine(model, tokenizer, engine="auto", **settings), TransformersEngine)
-    assert make_engine(model, tokenizer, engine="vllm", **settings) == (model, tokenizer, 15, 0.5, 0)
+    assert isinstance(make_engine(model, tokenizer, model.dtype, engine="auto", **settings), TransformersEngine)
+    assert make_engine(model, tokenizer, model.dtype, engine="vllm", **settings) == (
+        model,
+        tokenizer,
+        model.dtype,
+        15,
+        0.5,
+        0,
+    )
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    assert make_engine(model, tokenizer, engine="auto", **settings) == (model, tokenizer, 15, 0.5, 0)
+    assert make_engine(model, tokenizer, model.dtype, engine="auto", **settings) == (
+        model,
+        tokenizer,
+        model.dtype,
+        15,
+        0.5,
+        0,
+    )
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     monkeypatch.setattr(engines, "TransformersEngine", lambda *arguments: "transformers")
-    assert make_engine(model, tokenizer, engine="auto", **settings) == "transformers"
+    assert make_engine(model, tokenizer, model.dtype, engine="auto", **settings) == "transformers"
 
 
 def test_an_engine_for_a_longer_context_than_the_models_is_refused(model, tokenizer):
     settings = dict(engine="auto", max_response_tokens=97, kv_cache_gib=0.5, sleep_level=0)
-    make_engine(model, tokenizer, max_prompt_tokens=3999, **settings)
+    make_engine(model, tokenizer, model.dtype, max_prompt_tokens=3999, **settings)
     with pytest.raises(ValueError, match="4097 in all, allowed is up to 4096"):
-        make_engine(model, tokenizer, max_prompt_tokens=4000, **settings)
+        make_engine(model, tokenizer, model.dtype, max_prompt_tokens=4000, **settings)
 
 
 def test_the_gap_is_limited_by_dtype():

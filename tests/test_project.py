@@ -11,7 +11,7 @@ from grpo import METHODS
 from losses import AGGREGATIONS
 
 ROOT = Path(__file__).parent.parent
-CORE = "losses advantages grpo policy rollout engines recipes config checkpoint train".split()
+CORE = "losses advantages grpo policy ranks rollout engines recipes config checkpoint train".split()
 STUDY = "sft eval lab plots sankey diagnostics records tiny branching agents".split()
 PRODUCT = sorted([*ROOT.glob("*.py"), *ROOT.glob("envs/*.py")])
 
@@ -50,8 +50,8 @@ def test_formulas_know_nothing_of_models_or_settings():
 
 
 def test_arrows_go_one_way():
-    levels = ["losses advantages recipes plots tiny checkpoint", "policy diagnostics", "engines grpo", "rollout"]
-    levels += ["config records", "sft sankey", "eval", "train"]
+    levels = ["losses advantages recipes plots tiny ranks", "policy diagnostics", "engines grpo", "rollout"]
+    levels += ["config records", "sft sankey checkpoint", "eval", "train"]
     below = {"envs"}
     for level in (level.split() for level in levels):
         for name in level:

@@ -149,7 +149,7 @@ def test_each_turn_trains_with_its_own_advantage(small, monkeypatch):
     monkeypatch.setattr(train, "update_policy", update)
     groups = [small.play(["train/0"] * 3, ("a",)), small.play(["train/1"] * 3, ("b",))]
     monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, groups, sampling_metrics(groups)))
-    train.train_step(small, small.model, None, 1)
+    train.train_step(small, small.model, 1)
     turns = [turn for group in groups for trajectory in group for turn in trajectory.turns]
     seen = {}
     for pack in kept["packs"]:
@@ -175,7 +175,7 @@ def test_an_inadmissible_action_counts_as_invalid_where_the_switch_says_so(small
     monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, groups, sampling_metrics(groups)))
     for switch in (False, True):
         small.config = replace(small.config, inadmissible_is_invalid=switch)
-        train.train_step(small, small.model, None, 1)
+        train.train_step(small, small.model, 1)
     assert [table.valid[1] for table in tables] == [True, False]
 
 
@@ -205,7 +205,7 @@ def test_a_step_whose_advantages_are_all_zero_changes_nothing(small, monkeypatch
     monkeypatch.setitem(train.ADVANTAGES, "gigpo", lambda turns: np.zeros(len(turns.turn)))
     groups = [small.play(["train/0"] * 3, ("a",))]
     monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, groups, sampling_metrics(groups)))
-    metrics = train.train_step(small, small.model, None, 1)  # an update would need the optimizer
+    metrics = train.train_step(small, small.model, 1)  # an update would need the optimizer
     assert (metrics["updates"], metrics["loss"]) == (0, None) and metrics["entropy"] > 0
 
 
@@ -215,7 +215,7 @@ def test_an_engine_that_samples_from_another_policy_stops_the_run(small, monkeyp
         turn.rollout_logprobs = [logprob - 0.05 for logprob in turn.rollout_logprobs]
     monkeypatch.setattr(train, "sample_step", lambda run, step: (groups, groups, sampling_metrics(groups)))
     with pytest.raises(RuntimeError, match="nats a token, allowed is 0.01 in torch.float32"):
-        train.train_step(small, small.model, None, 1)
+        train.train_step(small, small.model, 1)
 
 
 def test_the_engine_gets_every_update_before_it_samples_again(tmp_path, monkeypatch):

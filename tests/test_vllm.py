@@ -22,7 +22,7 @@ LENGTHS = (3, 40, 70, 1, 33, 9, 65, 64)
 def engine(tokenizer):
     """One engine for all tests, as it takes seconds to start; each test loads weights of its own."""
     model = tiny_model(len(tokenizer), 32, 2, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    return VLLMEngine(model, tokenizer, max_tokens=128, kv_cache_gib=0.05)
+    return VLLMEngine(model, tokenizer, model.dtype, max_tokens=128, kv_cache_gib=0.05)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from config import numbers_of
 from engines import Generation
 from envs import TAGS
 from policy import Row, make_packs, sampled_logprobs
-from ranks import add_up
+from ranks import add_up, place
 from rollout import Episode, TaskStream, Trajectory, check_failures, digest, generator, make_rows
 
 
@@ -99,7 +99,7 @@ def clone(
         optimizer, lambda step: min((step + 1) / warm_up, (sft_steps - step) / max(1, sft_steps - warm_up))
     )
     history = []
-    for _ in tqdm(range(sft_steps), desc="cloning", leave=False):
+    for _ in tqdm(range(sft_steps), desc="cloning", leave=False, disable=place()[0] > 0):
         chosen = [rows[i] for i in rng.integers(len(rows), size=sft_batch)]
         packs = make_packs(chosen, tokens_per_micro_batch, pad, accelerator.device)
         tokens = sum(len(row.sampled) for row in chosen)

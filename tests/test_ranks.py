@@ -1,0 +1,157 @@
+"""Several processes: the update is that of one, a dead rank ends the run, and a resumed run is the run."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ranks
+from checkpoint import Progress, where_to_go_on, write_json
+from losses import AGGREGATIONS
+from plots import read_metrics
+from tests.two_ranks import ROOT, launch, updates
+
+SMALL = "--method gigpo --steps 4 --eval_every 2 --eval_levels 6 --groups_per_step 2 --group_size 3 --max_minutes 0"
+SMALL = [*SMALL.split(), *"--sft_episodes 60 --sft_steps 40 --tokens_per_micro_batch 256".split()]
+
+
+def relative(values, expected) -> float:
+    """Size of the difference of two lists of tensors, as a share of the second's."""
+    difference = sum((a - b).square().sum() for a, b in zip(values, expected, strict=True))
+    return float((difference / sum(b.square().sum() for b in expected)).sqrt())
+
+
+def finish(process, seconds=600):
+    assert process.wait(timeout=seconds) == 0
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return updates()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_update_of_two_ranks_is_that_of_one(kind, alone, tmp_path):
+    """Every aggregation, 1, 2 and 7 micro-batches, unequal rows, a rank without a row; three steps of SGD."""
+    finish(launch(kind, "update", tmp_path / "results"))
+    results = torch.load(tmp_path / "results")
+    assert results.keys() == alone.keys() and {mode for mode, *_ in results} == {*AGGREGATIONS}
+    for case, expected in alone.items():
+        assert relative(results[case]["gradient"], expected["gradient"]) < 1e-5, case
+        assert relative(results[case]["after"], expected["after"]) < 1e-5, case
+        assert results[case]["norm"] == pytest.approx(expected["norm"], rel=1e-5), case
+        assert results[case]["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6), case
+    for mode in AGGREGATIONS:  # one process cuts alike
+        assert relative(alone[mode, 29, 7]["gradient"], alone[mode, 29, 1]["gradient"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_denominator_of_one_rank_alone_is_noticed(alone, tmp_path):
+    finish(launch("ddp", "update", tmp_path / "results", "local"))
+    results = torch.load(tmp_path / "results")
+    for case, result in results.items():
+        assert relative(result["gradient"], alone[case]["gradient"]) > 0.1, case
+
+
+def repeatable(folder) -> list[dict]:
+    """Every line of a run's metrics without wall times and rates."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "rate/"))} for line in lines]
+
+
+def close(lines, expected, rel) -> None:
+    """Assert that two runs have the same metrics."""
+    assert len(lines) == len(expected)
+    for line, other in zip(lines, expected, strict=True):
+        assert line.keys() == other.keys()
+        for name, value in other.items():
+            assert line[name] == (pytest.approx(value, rel=rel, abs=rel) if value is not None else None), name
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def whole_run(request, tmp_path_factory):
+    """(kind, folder) of a run of two ranks that nothing interrupted."""
+    output = tmp_path_factory.mktemp(request.param)
+    finish(launch(request.param, "train", *SMALL, "--output", output, "--name", "run"))
+    return request.param, output / "run"
+
+
+@pytest.mark.slow
+def test_two_ranks_train_like_one(whole_run, tmp_path):
+    """Until rounding makes a sampled token another one: two steps here, which take updates."""
+    kind, folder = whole_run
+    command = [sys.executable, "train.py", *SMALL, "--output", tmp_path, "--name", "run", "--steps", "2"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    lines, alone = repeatable(folder)[:3], repeatable(tmp_path / "run")
+    assert sum(line["updates"] for line in alone[1:]) >= 2
+    close(lines, alone, 2e-4)
+    report = json.loads((folder / "results.json").read_text())["results"]
+    expected = json.loads((tmp_path / "run" / "results.json").read_text())["results"]
+    for policy in expected.keys() - {"after RL"}:
+        assert report[policy] == expected[policy]
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.slow
+def test_kill_9_of_one_rank_ends_the_run_and_of_all_loses_nothing(whole_run, tmp_path):
+    kind, whole = whole_run
+    flags = ["train", *SMALL, "--output", tmp_path, "--name", "run", "--save_every", "1"]
+    checkpoints = tmp_path / "run" / "checkpoints"
+
+    def ranks_once(step, *more):
+        process = launch(kind, *flags, *more, stderr=subprocess.PIPE)
+        while not (checkpoints / f"step-{step}" / "complete").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        return process, psutil.Process(process.pid).children()
+
+    process, children = ranks_once(1)
+    children[1].kill()
+    began = time.time()
+    assert process.wait(timeout=60) != 0
+    assert not any(child.is_running() for child in children)
+    print(f"{kind}: ended {time.time() - began:.1f} s after one rank was killed")
+    process, children = ranks_once(3, "--resume")
+    for each in (process, *children):
+        each.kill()
+    finish(launch(kind, *flags, "--resume"))
+    close(repeatable(tmp_path / "run"), repeatable(whole), 1e-6)
+    parameters, expected = (load_file(path / "model" / "model.safetensors") for path in (tmp_path / "run", whole))
+    assert all(torch.allclose(parameters[name], expected[name], rtol=0, atol=1e-6) for name in expected)
+
+
+def test_a_checkpoint_of_another_launch_is_refused(tmp_path):
+    folder = tmp_path / "checkpoints" / "step-3"
+    folder.mkdir(parents=True)
+    write_json(folder / "progress.json", {"step": 3, "launched": "2 processes with FSDP"})
+    write_json(folder / "complete", {"progress.json": (folder / "progress.json").stat().st_size})
+    assert where_to_go_on(tmp_path, True, 9, "2 processes with FSDP")[0] == folder
+    with pytest.raises(ValueError, match="saved by 2 processes with FSDP, this is 1 process; allowed is the same"):
+        where_to_go_on(tmp_path, True, 9, "1 process")
+    assert where_to_go_on(tmp_path, False, 9, "1 process") == (None, Progress(launched="1 process"))
+
+
+def test_fsdp_that_accelerate_drops_is_refused(tmp_path):
+    command = [sys.executable, "train.py", "--output", tmp_path, "--steps", "0"]
+    said = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"ACCELERATE_USE_FSDP": "true"}, capture_output=True, text=True
+    )
+    assert said.returncode == 2 and "asked for are 1 processes with FSDP, in force are 1 of kind NO" in said.stderr
+    assert not (tmp_path / "sokoban-sampo-seed0").exists()
+
+
+def test_lists_are_shared_in_order_and_balanced_by_length(monkeypatch):
+    parts = []
+    for rank in range(3):
+        monkeypatch.setattr(ranks, "place", lambda rank=rank: (rank, 3))
+        parts.append(ranks.share(list(range(8))))
+    assert sum(parts, []) == list(range(8)) and {len(part) for part in parts} == {2, 3}
+    # longest first to the emptiest: 9 | 7 | 5 then 4 to the third (5), 3 to the second (7), 2 to the first of 9, 10, 9
+    assert ranks.balance([2, 9, 5, 3, 7, 4]) == [[1, 0], [4, 3], [2, 5]]

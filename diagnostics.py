@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from losses import MAX_LOG_RATIO, kl_penalty, segment_mean
-from ranks import gather
+from ranks import add_up, gather
 
 BAND = 0.2  # of Figure 3 (a, b): PPO's clip, whatever the clip of the method
 PARTS = [f"{sign}_{side}_{mood}" for sign in ("neg", "pos") for side in ("down", "up") for mood in ("sure", "unsure")]
@@ -17,7 +17,7 @@ PARTS = [f"{sign}_{side}_{mood}" for sign in ("neg", "pos") for side in ("down",
 
 UPDATE_METRICS = (  # null at a step without an update
     *("loss", "grad_norm", "kl_ref", "kl_old", "kl_old_last", "clip_frac", "clip_frac_low", "clip_frac_high"),
-    *("masked_frac", "outside_low", "outside_high", "staleness", "entropy"),
+    *("masked_frac", "outside_low", "outside_high", "staleness", "entropy", "padding"),
     *("gap/mean", "gap/max", "gap/k1", "gap/capped"),
     *(f"{name}/{part}" for name in ("share", "kl_share") for part in PARTS),
 )
@@ -107,6 +107,13 @@ def engine_gap(packs: list, rollout_is_cap: float = 0.0) -> dict[str, float]:
     capped = float((torch.exp(-gap) > rollout_is_cap).double().mean()) if rollout_is_cap else 0.0
     gaps = {"mean": gap.abs().mean(), "max": gap.abs().max(), "k1": gap.mean(), "capped": capped}
     return {f"gap/{name}": float(value) for name, value in gaps.items()}
+
+
+def padding(packs: list) -> float:
+    """Share of padding among the tokens that the model reads in these packs, over all ranks."""
+    sizes = [(pack.attention_mask.numel(), int(pack.attention_mask.sum())) for pack in packs]
+    read, own = add_up(torch.tensor(sizes).sum(0)).tolist()
+    return 1 - own / read
 
 
 def sampling_metrics(groups: list[list]) -> dict[str, float]:

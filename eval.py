@@ -273,6 +273,8 @@ def settings_of(typed: dict) -> tuple[Config, Path | None]:
         raise ValueError(f"--checkpoint {checkpoint}: allowed are {', '.join(map(str, steps)) or 'none so far'}")
     config = Config(**saved | {"model": str(folder / ("model" if checkpoint is None else "reference"))} | settings)
     weights = folder / "checkpoints" / f"step-{checkpoint}" / "model.safetensors"
+    if checkpoint is not None and not weights.exists():
+        raise ValueError(f"--checkpoint {checkpoint}: it is in shards; merge them first, see docs/reproduce.md")
     return config, None if checkpoint is None else weights
 
 

@@ -162,6 +162,9 @@ def token_scores(
 
     In float32, LOGIT_BYTES of logits at a time: the memory does not grow with M.
     """
+    if torch.is_autocast_enabled(hidden.device.type):  # it does not reach the backward of chunks
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
     chunk = max(1, LOGIT_BYTES // (4 * len(weight)))
     if len(tokens) > chunk:
         logprobs, entropy = _ChunkedScores.apply(hidden, weight, tokens, temperature, with_entropy, chunk)

@@ -5,6 +5,7 @@ computed alike everywhere; model and environments alone are shared out. With one
 """
 
 import os
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -80,12 +81,16 @@ def make_accelerator(model: str, log_with: str, folder, groups_per_step: int) ->
         raise ValueError(f"gradient_accumulation_steps {accumulation} of accelerate: allowed is 1; see --mini_batch")
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision {accelerator.mixed_precision} of accelerate: allowed are no and bf16")
+    if accelerator.mixed_precision == "bf16" and (plugin := accelerator.state.fsdp_plugin):
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
     asked = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if asked != (accelerator.num_processes, kind == "FSDP"):
         raise ValueError(
             f"asked for are {asked[0]} processes{' with FSDP' * asked[1]}, in force are {accelerator.num_processes} "
             f"of kind {kind}: accelerate drops FSDP without a GPU"
         )
+    if kind == "FSDP" and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
+        raise ValueError("fsdp_cpu_ram_efficient_loading true: allowed is false, as all ranks but one load zeros then")
     if groups_per_step % accelerator.num_processes:
         raise ValueError(f"--groups_per_step {groups_per_step}: allowed are multiples of {asked[0]}, the processes")
     return accelerator

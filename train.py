@@ -32,7 +32,15 @@ from transformers.utils import logging
 import checkpoint
 from advantages import ADVANTAGES
 from config import Config, check_folder, make_envs, numbers_of, parse
-from diagnostics import COLLAPSE_SIGNS, UPDATE_METRICS, collapse_signs, collapse_warning, engine_gap, sampling_metrics
+from diagnostics import (
+    COLLAPSE_SIGNS,
+    UPDATE_METRICS,
+    collapse_signs,
+    collapse_warning,
+    engine_gap,
+    padding,
+    sampling_metrics,
+)
 from engines import Sampling, check_gap, make_engine
 from eval import closing_table, evaluate, evaluate_players, panel
 from grpo import add_old_logprobs, make_mini_batches, policy_loss, update_policy
@@ -191,7 +199,7 @@ def weigh(run: Run, groups: list, reference, packs: list) -> tuple[bool, dict[st
         pack.advantages = torch.as_tensor(advantages, dtype=torch.float32, device=pack.sequence.device)[pack.sequence]
     gap = engine_gap(packs, c.rollout_is_cap)
     check_gap(gap["gap/mean"], run.dtype)
-    return bool(advantages.any()), {"entropy": float(entropy.mean())} | gap
+    return bool(advantages.any()), {"entropy": float(entropy.mean()), "padding": padding(packs)} | gap
 
 
 def train_step(run: Run, reference, step: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import eval as evaluation
 import ranks
 from checkpoint import Progress, where_to_go_on, write_json
 from losses import AGGREGATIONS
@@ -125,6 +126,16 @@ def test_kill_9_of_one_rank_ends_the_run_and_of_all_loses_nothing(whole_run, tmp
     close(repeatable(tmp_path / "run"), repeatable(whole), 1e-6)
     parameters, expected = (load_file(path / "model" / "model.safetensors") for path in (tmp_path / "run", whole))
     assert all(torch.allclose(parameters[name], expected[name], rtol=0, atol=1e-6) for name in expected)
+
+
+def test_a_checkpoint_in_shards_is_not_evaluated_as_it_is(tmp_path, capsys):
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "step-3").mkdir(parents=True)
+    write_json(folder / "config.json", {"method": "sampo"})
+    write_json(folder / "checkpoints" / "step-3" / "complete", {})
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(["--run", str(folder), "--checkpoint", "3"])
+    assert stop.value.code == 2 and "--checkpoint 3: it is in shards; merge them first" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_launch_is_refused(tmp_path):

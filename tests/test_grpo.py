@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import policy
 from config import Config
 from diagnostics import PARTS
 from engines import Prompt, Sampling, TransformersEngine
@@ -22,6 +23,11 @@ OPEN = {  # numbers with which nothing is clipped
 }
 PLAIN = {"max_response_tokens": 9, "seq_mask": False, "delta": 0.1, "kl_coef": 0.0, "kl_estimator": "k3"}
 PLAIN |= {"entropy_threshold": 0.5, "rollout_is_cap": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def cut_by_the_budget_alone(monkeypatch):
+    monkeypatch.setattr(policy, "PADDING", 1.0)
 
 
 class Recorder:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import policy
+from diagnostics import padding
 from policy import Row, make_packs, pack, sampled_logprobs, token_scores
 
 
@@ -120,10 +121,22 @@ def test_pad_token_inside_a_response_is_a_token(model):
 
 
 def test_packs_hold_every_row_once_within_the_budget():
-    rows = [Row([1] * n, [n - 1], [n]) for n in (9, 2, 5, 3, 7, 4)]
-    packs = make_packs(rows, tokens_per_micro_batch=12, pad=0)
-    assert sorted(s for p in packs for s in p.sequence.tolist()) == [2, 3, 4, 5, 7, 9]
-    assert [p.input_ids.shape for p in packs] == [(3, 4), (1, 5), (1, 7), (1, 9)]  # 4 * 5 = 20 > 12, 2 * 7, ...
+    rows = [Row([1] * n, [n - 1], [i]) for i, n in enumerate((10, 8, 9, 9, 10, 8))]
+    packs = make_packs(rows, tokens_per_micro_batch=30, pad=0)
+    assert sorted(s for p in packs for s in p.sequence.tolist()) == [0, 1, 2, 3, 4, 5]
+    assert [p.input_ids.shape for p in packs] == [(3, 9), (3, 10)]  # 4 * 9 = 36 > 30
+
+
+def test_at_most_a_tenth_of_a_micro_batch_is_padding():
+    # 20 + 20 + 22 of 66 positions are tokens, 24 more are 86 of 96 < 90 %; 24 + 25 of 50, and 40 would be 89 of 120
+    rows = [Row([1] * n, [n - 1], [0]) for n in (40, 20, 24, 22, 25, 20)]
+    packs = make_packs(rows, tokens_per_micro_batch=10**6, pad=0)
+    assert [p.input_ids.shape for p in packs] == [(3, 22), (2, 25), (1, 40)]
+    rng = torch.Generator().manual_seed(0)
+    lengths = (100 * (1 + 0.5 * torch.randn(300, generator=rng))).clamp(min=2).int().tolist()  # variation 0.5
+    packs = make_packs([Row([1] * n, [n - 1], [0]) for n in lengths], 16384, pad=0)
+    assert padding(packs) == pytest.approx(1 - sum(lengths) / sum(p.input_ids.numel() for p in packs))
+    assert padding(packs) < 0.1 and len(packs) < 20
 
 
 def test_a_row_longer_than_the_budget_stands_alone():

@@ -54,10 +54,11 @@ def sharded(**arguments) -> Accelerator:
 
 
 def batch_of(count: int) -> list[Row]:
-    """Rows of unequal lengths, prompts of 2 to 5 tokens and responses of 1 to 7."""
+    """Rows of 20 to 22 tokens, responses of 1 to 7 among them."""
     rng, rows = np.random.default_rng(count), []
     for i in range(count):
-        prompt, response = 2 + i % 4, 1 + 5 * i % 7
+        response = 1 + 5 * i % 7
+        prompt = 20 + i % 3 - response
         ids = rng.integers(2, 40, prompt + response).tolist()
         rows.append(Row(ids, list(range(prompt, prompt + response)), [i] * response, [-1.0] * response))
     return rows

@@ -88,13 +88,13 @@ def pack(rows: list[Row], pad: int, device="cpu") -> Pack:
 
 def micro_batches(rows: list[Row], tokens_per_micro_batch: int) -> list[list[Row]]:
     """Rows of like length together: at most `tokens_per_micro_batch`, and PADDING of it padding; or a single row."""
-    batches, own = [[]], 0  # tokens of the last batch without padding
+    batches, batch, own = [], [], 0  # tokens of the batch without padding
     for row in sorted(rows, key=lambda row: len(row.ids)):
-        own, full = own + len(row.ids), (len(batches[-1]) + 1) * len(row.ids)
-        if batches[-1] and (full > tokens_per_micro_batch or own < (1 - PADDING) * full):
-            batches.append([])
-            own = len(row.ids)
-        batches[-1].append(row)
+        own, full = own + len(row.ids), (len(batch) + 1) * len(row.ids)
+        if not batch or full > tokens_per_micro_batch or own < (1 - PADDING) * full:
+            batch, own = [], len(row.ids)
+            batches.append(batch)
+        batch.append(row)
     return batches
 
 

@@ -92,6 +92,8 @@ def test_two_ranks_train_like_one(whole_run, tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     lines, alone = repeatable(folder)[:3], repeatable(tmp_path / "run")
     assert sum(line["updates"] for line in alone[1:]) >= 2
+    for line in lines + alone:
+        line.pop("padding", None)  # the rows are cut in two; step 0 has none
     close(lines, alone, 2e-4)
     report = json.loads((folder / "results.json").read_text())["results"]
     expected = json.loads((tmp_path / "run" / "results.json").read_text())["results"]

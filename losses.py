@@ -40,10 +40,9 @@ def _check_numbers(**limits: tuple[float, float, float]) -> None:
 
 def segment_mean(values: Tensor, sequence: Tensor) -> Tensor:
     """Mean over the tokens of each sequence, given back to every token: values [M], sequence [M] -> [M]."""
-    size = int(sequence.max()) + 1 if sequence.numel() else 0
-    counts = torch.bincount(sequence, minlength=size)  # [N]
-    sums = values.new_zeros(size).index_add(0, sequence, values)  # [N]
-    return (sums / counts.clamp(min=1))[sequence]
+    counts = torch.bincount(sequence)  # [N]
+    sums = values.new_zeros(len(counts)).index_add(0, sequence, values)  # [N]
+    return (sums / counts.clamp(min=1)).index_select(0, sequence)
 
 
 def ppo_clip(

@@ -120,7 +120,7 @@ def where_to_go_on(run_folder: Path, resume: bool, steps: int, launched: str) ->
     progress = read_progress(path)
     if steps < progress.step or steps == progress.step and (run_folder / "results.json").exists():
         raise ValueError(f"--steps {steps}: {run_folder} is finished up to step {progress.step}; allowed is more")
-    if progress.launched != launched:
+    if progress.launched not in ("", launched):
         raise ValueError(
             f"--resume: {path} was saved by {progress.launched}, this is {launched}; allowed is the same, "
             "as every process has random states and shards of its own"

@@ -173,7 +173,20 @@ def token_scores(
         logprobs, entropy = _ChunkedScores.apply(hidden, weight, tokens, temperature, with_entropy, chunk)
         return logprobs, entropy if with_entropy else None
     every = torch.log_softmax(F.linear(hidden, weight).float() / temperature, dim=-1)  # [M, V]
-    return every.gather(1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1) if with_entropy else None
+    logprobs = -F.nll_loss(every, tokens, reduction="none")  # every[tokens]
+    return logprobs, -(every.exp() * every).sum(-1) if with_entropy else None
+
+
+@torch.no_grad()
+def check_head(model) -> None:
+    """ValueError where logits are more than hidden states times a matrix: a bias, a cap, a scale (Gemma 2, Cohere)."""
+    batch = pack([Row([0, 1, 2], [1, 2], [0, 0])], 0, model.device)
+    every = torch.log_softmax(model(input_ids=batch.input_ids, use_cache=False).logits[0, :2].float(), -1)
+    apart = (sampled_logprobs(model, batch, 1.0)[0] - every.gather(1, batch.tokens[:, None])[:, 0]).abs().max()
+    if not apart < 0.05:
+        raise ValueError(
+            f"{type(model).__name__}: its head is more than a matrix; allowed are models without its bias or cap"
+        )
 
 
 def sampled_logprobs(

@@ -6,6 +6,7 @@ computed alike everywhere; model and environments alone are shared out. With one
 
 import os
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 
 import torch
@@ -23,7 +24,7 @@ def place() -> tuple[int, int]:
 @cache
 def _everyone():
     """All ranks, over gloo: what they agree on are numbers and objects, on the CPU even where the model is not."""
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # ranks wait for the longest rollout
 
 
 def share(items: list) -> list:
@@ -81,7 +82,10 @@ def make_accelerator(model: str, log_with: str, folder, groups_per_step: int) ->
         raise ValueError(f"gradient_accumulation_steps {accumulation} of accelerate: allowed is 1; see --mini_batch")
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision {accelerator.mixed_precision} of accelerate: allowed are no and bf16")
-    if accelerator.mixed_precision == "bf16" and (plugin := accelerator.state.fsdp_plugin):
+    plugin = accelerator.state.fsdp_plugin if kind == "FSDP" else None
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP") or plugin and plugin.fsdp_version != 2:
+        raise ValueError(f"{kind} of accelerate: allowed are DDP and FSDP of version 2, see fsdp.yaml")
+    if plugin and accelerator.mixed_precision == "bf16":
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
     asked = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if asked != (accelerator.num_processes, kind == "FSDP"):

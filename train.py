@@ -46,7 +46,7 @@ from eval import closing_table, evaluate, evaluate_players, panel
 from grpo import add_old_logprobs, make_mini_batches, policy_loss, update_policy
 from losses import SURROGATES
 from plots import plot_curves, read_metrics
-from policy import load_policy
+from policy import check_head, load_policy
 from ranks import gather, launched, make_accelerator
 from records import append_step, record_groups
 from rollout import (
@@ -83,9 +83,8 @@ class Run:
         set_seed(config.seed)
         self.accelerator = make_accelerator(config.model, config.log_with, self.folder, config.groups_per_step)
         self.main = self.accelerator.is_main_process
-        self.checkpoint, self.progress = checkpoint.where_to_go_on(
-            self.folder, config.resume, config.steps, launched(self.accelerator)
-        )
+        how = launched(self.accelerator)
+        self.checkpoint, self.progress = checkpoint.where_to_go_on(self.folder, config.resume, config.steps, how)
         self.envs = make_envs(config, config.groups_per_step * config.group_size // self.accelerator.num_processes)
         self.env = self.envs[0]
         can_show = hasattr(self.env, "expert") and not self.env.append_only
@@ -95,11 +94,15 @@ class Run:
         self.stream = TaskStream(self.env.tasks("train"), config.seed, self.progress.position)
         name = str(self.folder / "reference") if self.checkpoint else config.model
         model, self.tokenizer = load_policy(name, self.env.words(), config.hidden, config.layers, config.dtype)
+        check_head(model)
         check_first_prompt(self.tokenizer, self.env, self.stream.tasks[0], config.max_prompt_tokens)
         self.dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else model.dtype  # it computes in
         whole = model
         if self.accelerator.distributed_type.value == "FSDP":  # the policy will be in shards, the engine is not
-            whole = deepcopy(model).to(self.accelerator.device, self.dtype)
+            whole = deepcopy(model)
+            for parameter in whole.parameters():  # .to(dtype) would round buffers, RoPE's among them
+                parameter.data = parameter.data.to(self.dtype)
+            whole.to(self.accelerator.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.engine = make_engine(whole, self.tokenizer, self.dtype, **numbers_of(make_engine, config))
@@ -254,8 +257,9 @@ def train(run: Run) -> int:
     alone; OSError where a file cannot be written.
     """
     c, progress, path = run.config, run.progress, run.folder / "metrics.jsonl"
-    reference, _ = load_policy(str(run.folder / "reference"), [], c.hidden, c.layers, c.dtype)
-    reference = reference.to(run.accelerator.device, run.dtype).requires_grad_(False)  # whole on every rank
+    dtype = str(run.dtype).removeprefix("torch.")  # on loading: .to(dtype) would round buffers, RoPE's among them
+    reference, _ = load_policy(str(run.folder / "reference"), [], c.hidden, c.layers, dtype)
+    reference = reference.to(run.accelerator.device).requires_grad_(False)  # whole on every rank
     if run.checkpoint:
         run.accelerator.load_state(str(run.checkpoint))
         run.forget_empty_moments()
@@ -323,6 +327,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
         run.save_model("model")
         if run.main:
             plot_curves(run.folder, f"{config.task} · {config.method} · seed {config.seed}")
+        run.accelerator.wait_for_everyone()  # a rank that exits ends the others
         if stopped:
             sys.exit(128 + stopped)
         results["after RL"]["valid_unseen"] = run.evaluate("valid_unseen")

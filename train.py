@@ -82,8 +82,7 @@ class Run:
             torch.set_num_threads(1)  # a second thread slows a model this small down, by far on a busy machine
         set_seed(config.seed)
         self.accelerator = make_accelerator(config.model, config.log_with, self.folder, config.groups_per_step)
-        self.main = self.accelerator.is_main_process
-        how = launched(self.accelerator)
+        self.main, how = self.accelerator.is_main_process, launched(self.accelerator)
         self.checkpoint, self.progress = checkpoint.where_to_go_on(self.folder, config.resume, config.steps, how)
         self.envs = make_envs(config, config.groups_per_step * config.group_size // self.accelerator.num_processes)
         self.env = self.envs[0]
@@ -337,7 +336,8 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
         report["engine"] = type(run.engine).__name__
         checkpoint.write_json(run.folder / "results.json", report)
     except (OSError, SafetensorError) as error:
-        sys.exit(f"train.py: {run.folder}: {error}")
+        print(f"train.py: {run.folder}: {error}", file=sys.stderr)  # at once: the other ranks may still wait
+        sys.exit(1)
     finally:
         run.engine.close()
         run.accelerator.end_training()

@@ -8,7 +8,7 @@ import torch
 
 import policy
 from diagnostics import padding
-from policy import Row, make_packs, pack, sampled_logprobs, token_scores
+from policy import Row, check_head, make_packs, pack, sampled_logprobs, token_scores
 
 
 class StandIn(torch.nn.Module):
@@ -103,6 +103,15 @@ def test_a_model_is_left_as_it_was(model):
     sampled_logprobs(model, pack([Row([5, 6, 7], [2], [0])], pad=0), 1.0)
     assert "forward" not in vars(head)
     assert model(torch.tensor([[5, 6, 7]])).logits.shape[-1] == len(head.weight)
+
+
+def test_a_head_that_is_more_than_a_matrix_is_refused(model):
+    check_head(model)
+    head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    torch.nn.init.normal_(head.bias)
+    model.set_output_embeddings(head)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM: its head is more than a matrix; allowed are"):
+        check_head(model)
 
 
 def test_padding_changes_nothing(model):

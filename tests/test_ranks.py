@@ -2,21 +2,26 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 import eval as evaluation
 import ranks
 from checkpoint import Progress, where_to_go_on, write_json
+from envs.sokoban import Sokoban
 from losses import AGGREGATIONS
 from plots import read_metrics
 from tests.two_ranks import ROOT, launch, updates
+from tiny import tiny_model, tiny_tokenizer
 
 SMALL = "--method gigpo --steps 4 --eval_every 2 --eval_levels 6 --groups_per_step 2 --group_size 3 --max_minutes 0"
 SMALL = [*SMALL.split(), *"--sft_episodes 60 --sft_steps 40 --tokens_per_micro_batch 256".split()]
@@ -130,6 +135,44 @@ def test_kill_9_of_one_rank_ends_the_run_and_of_all_loses_nothing(whole_run, tmp
     assert all(torch.allclose(parameters[name], expected[name], rtol=0, atol=1e-6) for name in expected)
 
 
+@pytest.mark.slow
+def test_sigterm_to_one_rank_stops_all_behind_the_step_and_saves(tmp_path):
+    flags = ["train", *SMALL, "--steps", "50", "--output", tmp_path, "--name", "run", "--save_every", "50"]
+    process = launch("ddp", *flags, stderr=subprocess.PIPE)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    psutil.Process(process.pid).children()[1].send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=120)[1].decode()
+    step = len(read_metrics(metrics)) - 1  # step 0 has a line too
+    assert process.returncode != 0 and f"stopped at step {step} of 50: signal 15" in said
+    assert 0 < step < 50 and (tmp_path / "run" / "checkpoints" / f"step-{step}" / "complete").exists()
+    finish(launch("ddp", *flags, "--resume", "--steps", str(step + 1)))
+    assert len(read_metrics(metrics)) == step + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_compute_in_bf16_and_keep_parameters_in_float32(kind, tmp_path, monkeypatch):
+    """A model of a folder, as the built-in one takes no mixed precision; RoPE's buffers are not rounded."""
+    folder, tokenizer = tmp_path / "model", tiny_tokenizer(Sokoban().words())
+    tiny_model(len(tokenizer), 64, 2, tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    flags = [*SMALL, "--model", folder, "--recipe", "tiny", "--output", tmp_path, "--name", "run"]
+    process = launch(kind, "train", *flags, stderr=subprocess.PIPE)
+    said = process.communicate(timeout=600)[1].decode()
+    assert process.returncode == 0, said[-3000:]
+    assert f"2 processes{' with FSDP' * (kind == 'fsdp')} in bf16, cpu" in said
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert len(lines) == 4 and any(line["updates"] for line in lines)
+    assert all(0 < line["gap/mean"] < 0.1 for line in lines if line["gap/mean"] is not None)  # 0 would be float32
+    weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert any((value != value.bfloat16()).any() for value in weights.values())  # not rounded on the way
+
+
 def test_a_checkpoint_in_shards_is_not_evaluated_as_it_is(tmp_path, capsys):
     folder = tmp_path / "run"
     (folder / "checkpoints" / "step-3").mkdir(parents=True)
@@ -158,6 +201,25 @@ def test_fsdp_that_accelerate_drops_is_refused(tmp_path):
     )
     assert said.returncode == 2 and "asked for are 1 processes with FSDP, in force are 1 of kind NO" in said.stderr
     assert not (tmp_path / "sokoban-sampo-seed0").exists()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2 of accelerate: allowed is 1"),
+        ({"mixed_precision": "fp16"}, "mixed_precision fp16 of accelerate: allowed are no and bf16"),
+        ({"distributed_type": DistributedType.DEEPSPEED}, "DEEPSPEED of accelerate: allowed are DDP and FSDP"),
+        ({"distributed_type": DistributedType.FSDP}, "FSDP of accelerate: allowed are DDP and FSDP of version 2"),
+        ({"num_processes": 3}, "asked for are 1 processes, in force are 3 of kind NO"),
+    ],
+)
+def test_what_a_launcher_may_not_set(monkeypatch, tmp_path, change, message):
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    alone = {"gradient_accumulation_steps": 1, "mixed_precision": "no", "num_processes": 1, "state": state}
+    launcher = alone | {"distributed_type": DistributedType.NO} | change
+    monkeypatch.setattr(ranks, "Accelerator", lambda **arguments: SimpleNamespace(**launcher))
+    with pytest.raises(ValueError, match=message):
+        ranks.make_accelerator("", "", tmp_path, 2)
 
 
 def test_lists_are_shared_in_order_and_balanced_by_length(monkeypatch):

@@ -314,7 +314,7 @@ def advantages_table(args) -> None:
     noise_step = agree(step_part, core.step_norm_reward(given.steps, given.mask, states, remove_std=False), "gigpo")
     print(f"\n## Advantages: {len(turns.turn):,} turns, {8 * args.groups:,} trajectories, {args.groups} groups\n")
     print("Equal, with the baseline over turns and the penalty on its own turn alone. Where a group is constant, ours")
-    print(f"is 0, and float32 leaves the peers up to {noise:.2f} (GRPO), {noise_step:.2f} (states of GiGPO).\n")
+    print(f"is 0, and float32 leaves the peers up to {noise:.1g} (GRPO), {noise_step:.1g} (states of GiGPO).\n")
     print("| advantage | peer | peer, ms | ours, ms | peer / ours |\n|---|---|---|---|---|")
     ours = {"grpo": lambda: grpo(TurnTable(**columns), **released)}
     ours |= {"gigpo": lambda: gigpo(TurnTable(**columns), **released), "empg": lambda: empg(TurnTable(**columns))}

@@ -6,6 +6,7 @@ recipes.py.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -135,9 +136,11 @@ def update_policy(
         num_tokens, num_sequences = add_up(torch.tensor(sizes, device=packs[0].tokens.device).sum(0)).tolist()
         batch_sums = {}
         for pack in packs:
-            logprobs, entropy = sampled_logprobs(model, pack, temperature, bool(entropy_coef))
-            value, micro = loss(logprobs, entropy, pack, num_tokens, num_sequences)
-            backward(value * place()[1])  # undoes the mean over ranks
+            alone = pack is not packs[-1]  # DDP adds gradients up over ranks behind the last one, once
+            with model.no_sync() if alone and hasattr(model, "no_sync") else nullcontext():
+                logprobs, entropy = sampled_logprobs(model, pack, temperature, bool(entropy_coef))
+                value, micro = loss(logprobs, entropy, pack, num_tokens, num_sequences)
+                backward(value * place()[1])  # undoes the mean over ranks
             micro["loss"] = value.detach().double()
             batch_sums = {name: batch_sums.get(name, 0.0) + term for name, term in micro.items()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)

@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py
 
-Rows of 100 + 40 tokens on average, whose lengths vary by about half of their mean, and the update of grpo.py on a model of
-1.8 M parameters in float32, one thread a process, old log-probabilities included.
+Rows of 100 + 40 tokens on average, whose lengths vary by about half of their mean, and the update of grpo.py on a
+model of 1.8 M parameters in float32, one thread a process, old log-probabilities included.
 Ranks: one process and two under DDP take turns, each in a launch of its own on the same rows.
 """
 

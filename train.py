@@ -263,7 +263,7 @@ def train(run: Run) -> int:
         run.accelerator.load_state(str(run.checkpoint))
         run.forget_empty_moments()
         run.sync(progress.step)
-    history, todo = read_metrics(path), range(progress.step + 1, c.steps + 1)
+    history, todo, signals = read_metrics(path), range(progress.step + 1, c.steps + 1), []
     bar = tqdm(todo, c.method, initial=todo.start, total=todo.stop, disable=not run.main)
     with open(path if run.main else os.devnull, "a") as log, bar, checkpoint.noted_signals() as noted:
         for step in bar:

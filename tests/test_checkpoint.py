@@ -365,13 +365,14 @@ def test_a_folder_that_cannot_be_written_is_one_line_without_traceback(tmp_path,
     assert str(tmp_path / "file") in said[-1] and not any("Traceback" in line for line in said)
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_one_line(whole, tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_one_line(whole, tmp_path, capsys):
     folder = copy(whole, tmp_path)
     shutil.rmtree(folder / "checkpoints" / "step-6")
     (folder / "checkpoints" / "step-6.partial").write_text("in the way")  # neither folder nor removable by rmtree
     with pytest.raises(SystemExit) as stop:
         train.main([*SMALL.split(), "--output", str(tmp_path), "--save_every", "1", "--resume"])
-    assert "step-6 could not be written" in stop.value.code and "step-5 is intact" in stop.value.code
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 1 and "step-6 could not be written" in last and "step-5 is intact" in last
 
 
 @pytest.mark.parametrize(

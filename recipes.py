@@ -41,6 +41,7 @@ PAPER = {  # cloning (RFT) of the model comes first, so that it is the paper's Q
     "max_tries": 3,
     "kv_cache_gib": 32.0,  # ours
     "history": 2,
+    "prompt_style": "words",
     "steps": 200,
     "delta": 3e-3,  # the released scripts; not in the paper
     "entropy_threshold": 0.45,  # the released notebook behind Figure 3
@@ -77,11 +78,12 @@ TINY = {
     "max_prompt_tokens": 128,
     "max_response_tokens": 12,
     "max_minutes": 10.0,
+    "prompt_style": "compact",
 }
 
 RECIPES = {
     "alfworld paper": PAPER
-    | {"mini_batch": 256, "max_turns": 50, "max_prompt_tokens": 2048, "max_response_tokens": 512},
+    | {"mini_batch": 256, "max_turns": 50, "max_prompt_tokens": 2048, "max_response_tokens": 512, "games": "official"},
     "webshop paper": PAPER
     | {"mini_batch": 128, "max_turns": 15, "max_prompt_tokens": 4096, "max_response_tokens": 512},
     "sokoban paper": PAPER  # its model is ours: the paper's Qwen3-VL-4B-Instruct reads images
@@ -92,7 +94,6 @@ RECIPES = {
         "max_prompt_tokens": 1024,
         "max_response_tokens": 512,
         "eval_temperature": 0.7,
-        "prompt_style": "words",
         "observation": "grid",
         "max_walls": 6,  # ours, like the shortest and longest solution: rooms are not gym-sokoban's
         "min_solution": 1,
@@ -112,11 +113,10 @@ RECIPES = {
         "history": 0,  # the context grows; its limit is max_prompt_tokens
         "steps": 17,
     },
+    "alfworld tiny": TINY | {"max_turns": 30, "max_prompt_tokens": 256, "max_response_tokens": 20, "games": "own"},
     "sokoban tiny": TINY
     | {
         "max_turns": 12,
-        "history": 0,
-        "prompt_style": "compact",
         "observation": "coords",
         "max_walls": 1,
         "min_solution": 3,

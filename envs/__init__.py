@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-TASKS = {"sokoban": "envs.sokoban:Sokoban"}
+TASKS = {"alfworld": "envs.alfworld:ALFWorld", "sokoban": "envs.sokoban:Sokoban"}
 
 
 @dataclass(frozen=True)

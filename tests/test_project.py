@@ -77,7 +77,7 @@ def test_every_name_in_the_table_from_the_paper_to_the_code_resolves():
     assert len(names) > 30
     for name in names:
         parts = name.split(".")
-        split = 2 if parts[:2] == ["envs", "sokoban"] else 1
+        split = 2 if parts[:2] in (["envs", "sokoban"], ["envs", "alfworld"]) else 1
         found = importlib.import_module(".".join(parts[:split]))
         for part in parts[split:]:
             found = getattr(found, part)

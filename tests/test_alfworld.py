@@ -275,6 +275,7 @@ def test_the_expert_wins_games_of_our_own_in_spite_of_noise():
             assert any(env.step(env.parse(env.expert(rng, 0.2))[0]).done for _ in range(60)), game
 
 
+@pytest.mark.slow
 def test_the_expert_finds_what_it_was_not_told(official):
     """It looks into every receptacle until it has seen the object; a walkthrough goes there at once."""
     env, won, turns = official, 0, []
@@ -319,6 +320,7 @@ def test_the_tokenizer_knows_every_word_and_prompts_fit(games, style, limit):
     assert limit / 2 < longest <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("style", "limit"), [("compact", 256), ("words", 1024)])
 def test_the_same_of_the_official_games(official, style, limit):
     test_the_tokenizer_knows_every_word_and_prompts_fit("official", style, limit)
@@ -422,6 +424,7 @@ def test_games_are_played_in_the_terminal(official, monkeypatch, capsys):
     assert stop.value.code == 2 and "task 'x'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_on_games_of_our_own(tmp_path):
     small = (
         "--steps 1 --sft_steps 5 --sft_episodes 20 --sft_batch 16 --eval_levels 12 --groups_per_step 2 --group_size 2"

@@ -124,7 +124,8 @@ class Config:
     max_turns: int = knob(12, "turns of an episode", "1..1e6")
     observation: Literal["coords", "grid"] = knob("coords", "sokoban: coordinates, or a raster of symbols")
     games: Literal["own", "official"] = knob("own", "alfworld: games of our own, or those of $ALFWORLD_DATA")
-    anchor: Literal["state", "observation"] = knob("state", "alfworld: what tells states apart, for gigpo")
+    catalogue: Literal["own", "official"] = knob("own", "webshop: a shop of our own, or the one of $WEBSHOP_DATA")
+    anchor: Literal["state", "observation"] = knob("state", "alfworld, webshop: what tells states apart, for gigpo")
     prompt_style: Literal["compact", "words"] = knob("compact", "bare observation, or the paper's prompt around it")
     history: int = knob(0, "turns before the current one that a prompt shows", "0..1e6")
 

@@ -42,6 +42,7 @@ PAPER = {  # cloning (RFT) of the model comes first, so that it is the paper's Q
     "kv_cache_gib": 32.0,  # ours
     "history": 2,
     "prompt_style": "words",
+    "catalogue": "official",
     "steps": 200,
     "delta": 3e-3,  # the released scripts; not in the paper
     "entropy_threshold": 0.45,  # the released notebook behind Figure 3
@@ -115,13 +116,8 @@ RECIPES = {
     },
     "alfworld tiny": TINY | {"max_turns": 30, "max_prompt_tokens": 256, "max_response_tokens": 20, "games": "own"},
     "sokoban tiny": TINY
-    | {
-        "max_turns": 12,
-        "observation": "coords",
-        "max_walls": 1,
-        "min_solution": 3,
-        "max_solution": 8,
-    },
+    | {"max_turns": 12, "observation": "coords", "max_walls": 1, "min_solution": 3, "max_solution": 8},
+    "webshop tiny": TINY | {"max_turns": 15, "max_response_tokens": 20},
 }
 
 # What the authors' released code amounts to, beyond its place in METHODS. On WebShop its filter never starts, and the

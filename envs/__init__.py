@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-TASKS = {"alfworld": "envs.alfworld:ALFWorld", "sokoban": "envs.sokoban:Sokoban"}
+TASKS = {"alfworld": "envs.alfworld:ALFWorld", "sokoban": "envs.sokoban:Sokoban", "webshop": "envs.webshop:WebShop"}
 
 
 @dataclass(frozen=True)

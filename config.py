@@ -58,6 +58,7 @@ class Config:
     tau_pos: float = knob(1.0, "sapo: temperature of the gate at positive advantages", "1e-3..1e3")
     tau_neg: float = knob(1.05, "sapo: temperature of the gate at other advantages", "1e-3..1e3")
     delta: float = knob(3e-3, "seq_mask: tolerated mean of old_logprobs - logprobs, nats a token", "-1e3..1e3")
+    sequence: Literal["turn", "trajectory"] = knob("turn", "unit of a ratio; trajectory where contexts only grow")
     # numbers of the advantages
     std: bool = knob(True, "divide by the standard deviation of the group")
     baseline: Literal["trajectory", "turn"] = knob("trajectory", "what counts once in a group's mean and deviation")
@@ -73,6 +74,7 @@ class Config:
     kl_coef: float = knob(0.01, "weight of the KL to the reference, the policy after cloning", "0..1e3")
     kl_estimator: Literal["k1", "k2", "k3"] = knob("k3", "estimator of that KL")
     entropy_coef: float = knob(0.0, "weight of an entropy bonus", "0..1e3")
+    mask_invalid: bool = knob(False, "leave trajectories with an invalid turn out of the loss (SimpleTIR)")
     # optimisation
     steps: int = knob(100, "rollouts to train on", "0..1e6")
     epochs: int = knob(1, "passes over a rollout", "1..1e6")
@@ -125,6 +127,10 @@ class Config:
     observation: Literal["coords", "grid"] = knob("coords", "sokoban: coordinates, or a raster of symbols")
     games: Literal["own", "official"] = knob("own", "alfworld: games of our own, or those of $ALFWORLD_DATA")
     catalogue: Literal["own", "official"] = knob("own", "webshop: a shop of our own, or the one of $WEBSHOP_DATA")
+    problems: str = knob("own", "tir_math: own, official (of $TIR_MATH_DATA), a folder, or a data set of the hub")
+    sandbox: Literal["auto", "unsafe"] = knob(
+        "auto", "tir_math: isolation of the model's code; unsafe is next to none"
+    )
     anchor: Literal["state", "observation"] = knob("state", "alfworld, webshop: what tells states apart, for gigpo")
     prompt_style: Literal["compact", "words"] = knob("compact", "bare observation, or the paper's prompt around it")
     history: int = knob(0, "turns before the current one that a prompt shows", "0..1e6")
@@ -157,6 +163,8 @@ def check(config: Config) -> None:
         raise ValueError(f"--group_size {config.group_size}: allowed is at least 2 with dynamic sampling")
     if config.penalty_scope == "turn_local" and config.baseline != "turn":
         raise ValueError(f"--penalty_scope turn_local: allowed with --baseline turn, not {config.baseline}")
+    if config.mask_invalid and config.advantage == "empg":
+        raise ValueError("--mask_invalid True: allowed with other advantages than empg, which looks at every turn")
     if config.resume and config.overwrite:
         raise ValueError("--resume --overwrite: allowed is one of them")
     if config.name and Path(config.name).name != config.name or config.name == "..":
@@ -283,4 +291,9 @@ def numbers_of(function, config: Config) -> dict:
 def make_envs(config: Config, count: int) -> list:
     """`count` environments of the task, with the settings that its constructor names as options. ValueError if bad."""
     task = envs.load(config.task)
-    return [task(**numbers_of(task, config)) for _ in range(count)]
+    made = [task(**numbers_of(task, config)) for _ in range(count)]
+    if config.sequence == "trajectory" and not made[0].append_only:
+        raise ValueError(
+            f"--sequence trajectory: allowed where contexts only grow; task {config.task} makes them anew"
+        )
+    return made

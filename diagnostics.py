@@ -136,6 +136,7 @@ def sampling_metrics(groups: list[list]) -> dict[str, float]:
         "response_length": float(np.mean([len(turn.response_ids) for turn in turns])),
         "response_length_max": max(len(turn.response_ids) for turn in turns),
         "truncated": float(np.mean([trajectory.truncated for trajectory in episodes])),
+        "notes": sum(bool(turn.note) for turn in turns),
         "duplicates": float(np.mean([1 - len(set(group)) / len(group) for group in said if group])),
         "episodes": len(episodes),
     }

@@ -48,13 +48,15 @@ class Sampling:
     max_tokens: int  # of a response
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
+    stop: tuple[str, ...] = ()  # texts that end a response, with the token that completes one
 
 
 @dataclass(frozen=True)
 class Generation:
-    ids: list[int]  # sampled tokens, the stop token included
+    ids: list[int]  # sampled tokens, a stop token included
     logprobs: list[float]  # at sampling, one per id
-    truncated: bool  # the limit was reached without a stop token
+    truncated: bool  # the limit was reached without a stop token or text
+    by_text: bool = False  # ended by a stop text: the last token is part of what is said
 
 
 def choose(logits: Tensor, uniform: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
@@ -109,7 +111,7 @@ class TransformersEngine:
     """Batched decoding with a KV cache by a Transformers model: the trainer's own, or a copy where that is sharded."""
 
     def __init__(self, model, tokenizer):
-        self.model, self.pad = model, tokenizer.pad_token_id
+        self.model, self.tokenizer, self.pad = model, tokenizer, tokenizer.pad_token_id
         self.stop = torch.tensor(stop_ids(model, tokenizer), device=model.device)
         self.version, self.received = None, {}
 
@@ -145,18 +147,12 @@ class TransformersEngine:
         uniform = torch.as_tensor(uniform, device=device)  # [B, T]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         padded = bool((mask == 0).any())
-        cache = DynamicCache(config=self.model.config)
-        tokens, logprobs = [], []
+        cached = {"past_key_values": DynamicCache(config=self.model.config), "use_cache": True, "logits_to_keep": 1}
+        tokens, logprobs, ends = [], [], []
         stopped = torch.zeros(count, dtype=torch.bool, device=device)
         for t in range(sampling.max_tokens):
-            out = self.model(
-                input_ids=ids,
-                attention_mask=mask if padded else None,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            seen = mask if padded else None
+            out = self.model(input_ids=ids, attention_mask=seen, position_ids=positions, **cached)
             logits = out.logits[:, -1].float()  # [B, V]
             if sampling.temperature:
                 logits = logits / sampling.temperature
@@ -165,19 +161,27 @@ class TransformersEngine:
                 token = logits.argmax(-1)
             tokens.append(token)
             logprobs.append(torch.log_softmax(logits, -1).gather(1, token[:, None])[:, 0])
-            stopped |= torch.isin(token, self.stop)
+            ends.append(torch.isin(token, self.stop) | self._completes(tokens, sampling.stop))
+            stopped |= ends[-1]
             if stopped.all():
                 break
             ids, positions = token[:, None], positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(count, 1)], 1)
-        return self._cut(torch.stack(tokens, 1), torch.stack(logprobs, 1))
+        return self._cut(torch.stack(tokens, 1), torch.stack(logprobs, 1), torch.stack(ends, 1))
 
-    def _cut(self, tokens: Tensor, logprobs: Tensor) -> list[Generation]:
-        """Tokens and logprobs [B, T] -> generations, each cut behind its first stop token."""
-        is_stop = torch.isin(tokens, self.stop)
-        first = torch.where(is_stop.any(1), is_stop.int().argmax(1) + 1, tokens.shape[1]).tolist()
-        rows = zip(tokens.tolist(), logprobs.tolist(), first, is_stop.any(1).tolist(), strict=True)
-        return [Generation(ids[:n], lps[:n], not stop) for ids, lps, n, stop in rows]
+    def _cut(self, tokens: Tensor, logprobs: Tensor, ends: Tensor) -> list[Generation]:
+        """Tokens, logprobs and which tokens end a response, [B, T] -> generations, each cut behind its first end."""
+        first, ended = torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1]), ends.any(1)
+        by_text = ended & ~torch.isin(tokens.gather(1, first[:, None] - 1)[:, 0], self.stop)
+        rows = zip(*(part.tolist() for part in (tokens, logprobs, first, ended, by_text)), strict=True)
+        return [Generation(ids[:n], lps[:n], not end, text) for ids, lps, n, end, text in rows]
+
+    def _completes(self, tokens: list[Tensor], stop: tuple[str, ...]) -> Tensor:
+        """Whether the tokens [B] so far end in one that completes a stop text; a token is a character at least."""
+        said = [""] * len(tokens[0])
+        if stop:
+            said = self.tokenizer.batch_decode(torch.stack(tokens[-max(map(len, stop)) :], 1))
+        return torch.tensor([any(text in tail for text in stop) for tail in said], device=tokens[0].device)
 
 
 def checksum(tensor: Tensor) -> int:
@@ -285,7 +289,9 @@ class VLLMEngine:
                 stop_token_ids=stop,
                 ignore_eos=True,  # what ends a response is `stop` alone
                 logprobs=0,  # of the sampled token
-                detokenize=False,
+                stop=list(sampling.stop),
+                detokenize=bool(sampling.stop),
+                skip_special_tokens=False,
                 skip_clone=True,  # each is made for one request
             )
             for seed in seeds
@@ -295,7 +301,8 @@ class VLLMEngine:
         for output in (output.outputs[0] for output in outputs):
             ids = list(output.token_ids)
             logprobs = [at[token].logprob for token, at in zip(ids, output.logprobs, strict=True)]
-            generations.append(Generation(ids, logprobs, output.finish_reason == "length"))
+            cut = output.finish_reason == "length"
+            generations.append(Generation(ids, logprobs, cut, not cut and ids[-1] not in stop))
         return generations, sum(output.num_cached_tokens for output in outputs)
 
     def load_weights(self, model, version: int) -> None:

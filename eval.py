@@ -128,6 +128,7 @@ def summarise(trajectories: list[Trajectory], max_failures: float, env=None) -> 
         "score_turn_weighted": float(np.average(scores, weights=lengths)),
         "turns": float(np.mean(lengths)),
         "format_valid": float(np.mean([turn.valid for trajectory in played for turn in trajectory.turns])),
+        "notes": sum(bool(turn.note) for trajectory in played for turn in trajectory.turns),
         **dict(zip(LOOPS, np.average(loops, axis=0, weights=lengths).tolist(), strict=True)),
         "levels": len(played),
         "failed": failed,

@@ -61,7 +61,8 @@ def make_mini_batches(
 def add_old_logprobs(model, reference, packs: list[Pack], temperature: float, num_turns: int) -> np.ndarray:
     """Store old_logprobs, ref_logprobs and entropy [M] in each pack; returns the mean entropy of each turn [N].
 
-    The packs are those of the update, so that the same kernels see the same shapes and the first ratio is 1.
+    The packs are those of the update, so that the same kernels see the same shapes and the first ratio is 1. A turn
+    that is in none of them has the entropy NaN.
     """
     total, count = torch.zeros(num_turns, dtype=torch.float64), torch.zeros(num_turns, dtype=torch.float64)
     for pack in packs:
@@ -70,6 +71,18 @@ def add_old_logprobs(model, reference, packs: list[Pack], temperature: float, nu
         total.index_add_(0, pack.sequence.cpu(), pack.entropy.double().cpu())
         count.index_add_(0, pack.sequence.cpu(), torch.ones(len(pack.entropy), dtype=torch.float64))
     return (add_up(total) / add_up(count)).numpy()
+
+
+def add_advantages(packs: list[Pack], advantages: np.ndarray, sequence: np.ndarray | None = None) -> None:
+    """Give every sampled token the advantage of its turn, advantages [N]; then it is of sequence[turn], if given [N].
+
+    So one ratio may span all turns of a trajectory, while each turn keeps its own advantage.
+    """
+    for pack in packs:
+        turn, device = pack.sequence.cpu().numpy(), pack.sequence.device  # [M]
+        pack.advantages = torch.as_tensor(advantages[turn], dtype=torch.float32, device=device)
+        if sequence is not None:
+            pack.sequence = torch.as_tensor(sequence[turn], device=device)
 
 
 def policy_loss(

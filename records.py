@@ -47,6 +47,7 @@ def turn_record(turn: Turn, env, tokenizer) -> dict:
         "valid": bool(turn.valid),
         "admissible": bool(turn.admissible),
         "reward": short(turn.reward),
+        "note": turn.note,
         "state": turn.state,
         "logprob_mean": short(sum(logprobs) / len(logprobs)) if logprobs else None,
         "logprob_min": short(min(logprobs)) if logprobs else None,

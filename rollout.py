@@ -7,7 +7,8 @@ counted, never scored 0.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain
 
@@ -30,6 +31,7 @@ class Turn:
     valid: bool  # whether the format holds
     admissible: bool  # whether the action is one of those the observation lists
     reward: float  # from the environment, without penalty
+    note: str = ""  # of the environment, to be counted
     entropy: float | None = None  # of the old policy, mean over the response; None until it is trained on
     advantage: float | None = None
 
@@ -86,6 +88,7 @@ class Episode:
                 valid=valid,
                 admissible=before.actions is None or action in before.actions,
                 reward=float(step.reward),
+                note=step.note,
             )
         )
         self.trajectory.success, self.trajectory.score = bool(step.success), float(step.score)
@@ -129,15 +132,26 @@ def check_first_prompt(tokenizer, env, task: str, max_prompt_tokens: int) -> Non
         raise ValueError(f"--max_prompt_tokens {max_prompt_tokens}: allowed is {length} and up, a first prompt")
 
 
+def act(episode: Episode, prompt_ids: list[int], generation: Generation, text: str) -> bool:
+    """Advance an episode; an exception of its environment ends it, and is its `error`."""
+    try:
+        return episode.advance(prompt_ids, generation, text)
+    except Exception as error:
+        episode.trajectory.error = f"turn {len(episode.history)}: {error!r}"
+        return False
+
+
 def run_episodes(
     engine, tokenizer, envs: list, tasks: list[str], keys: list[tuple], sampling: Sampling, max_prompt_tokens: int
 ) -> list[Trajectory]:
     """Play every task once, this rank its share, and return the trajectories of all ranks in the order of tasks.
 
     All environments play one turn at a time; a free one takes the next task. keys[i] with the turn number seeds the
-    sampling of task i, so that what it draws does not depend on the others. An exception of an environment ends its
-    episode with `error` set; one of the engine, and an interrupt, propagate.
+    sampling of task i, so that what it draws does not depend on the others. Where an environment's steps wait for
+    something (`blocking`), those of a turn do so side by side. An exception of an environment ends its episode with
+    `error` set; one of the engine, and an interrupt, propagate.
     """
+    sampling = replace(sampling, stop=tuple(getattr(envs[0], "stop", ())))
     tasks, keys = share(tasks), share(keys)
     trajectories = [Trajectory(task) for task in tasks]
     waiting, free, playing = deque(range(len(tasks))), list(envs), []
@@ -166,16 +180,14 @@ def run_episodes(
             continue
         seeds = [digest(*episode.key, len(episode.history)) for episode in ready]
         generations = engine.generate([Prompt(ids) for ids in prompts], seeds, sampling)
-        texts = tokenizer.batch_decode([g.ids if g.truncated else g.ids[:-1] for g in generations])
-        for episode, ids, generation, text in zip(ready, prompts, generations, texts, strict=True):
-            try:
-                goes_on = episode.advance(ids, generation, text)
-            except Exception as error:
-                episode.trajectory.error, goes_on = f"turn {len(episode.history)}: {error!r}", False
-            if goes_on:
-                playing.append(episode)
-            else:
-                free.append(episode.env)
+        texts = tokenizer.batch_decode([g.ids if g.truncated or g.by_text else g.ids[:-1] for g in generations])
+        with ThreadPoolExecutor() as pool:
+            each = pool.map if getattr(envs[0], "blocking", False) else map
+            for episode, goes_on in zip(ready, each(act, ready, prompts, generations, texts), strict=True):
+                if goes_on:
+                    playing.append(episode)
+                else:
+                    free.append(episode.env)
     return gather(trajectories)
 
 
@@ -243,11 +255,18 @@ def collect_groups(
     return kept, {"failed": failed, "tries": attempt, "groups_kept": len(kept)}
 
 
-def make_rows(groups: list[list[Trajectory]], append_only: bool = False) -> list[Row]:
-    """One row a turn, or, where the context only grows, one a trajectory. Sequences are the rows of `turn_table`."""
+def make_rows(groups: list[list[Trajectory]], append_only: bool = False, mask_invalid: bool = False) -> list[Row]:
+    """One row a turn, or, where the context only grows, one a trajectory. Sequences are the rows of `turn_table`.
+
+    mask_invalid leaves out a trajectory with a turn whose format does not hold (SimpleTIR's void turns); it still
+    counts in the baseline of its group.
+    """
     rows, sequence = [], 0
     for trajectory in chain.from_iterable(groups):
         merged = None
+        if mask_invalid and not all(turn.valid for turn in trajectory.turns):
+            sequence += len(trajectory.turns)
+            continue
         for turn in trajectory.turns:
             ids, start = turn.prompt_ids + turn.response_ids, len(turn.prompt_ids)
             sampled = list(range(start, len(ids)))

@@ -16,17 +16,32 @@ from engines import Generation
 from envs import TAGS
 from policy import Row, make_packs, sampled_logprobs
 from ranks import add_up, place
-from rollout import Episode, TaskStream, Trajectory, check_failures, digest, generator, make_rows
+from rollout import (
+    Episode,
+    TaskStream,
+    Trajectory,
+    check_failures,
+    digest,
+    encode_prompts,
+    generator,
+    make_rows,
+)
 
 
-def play_scripted(env, task: str, respond: Callable) -> tuple[list[tuple[list[dict], str]], Trajectory]:
-    """An episode without a model: respond(env, observation) -> text. Returns [(messages, text)] and the trajectory."""
+def play_scripted(env, task: str, respond: Callable, tokenizer=None) -> tuple[list[tuple], Trajectory]:
+    """An episode without a model: respond(env, observation) -> text. Returns [(prompt, text)] and the trajectory.
+
+    With a tokenizer its turns have the ids that a policy would read and say.
+    """
     episode = Episode(env, task, (), Trajectory(task))
     said, goes_on = [], True
     while goes_on:
-        text = respond(env, episode.observation)
+        text, prompt_ids, ids = respond(env, episode.observation), [], []
+        if tokenizer:
+            [prompt_ids] = encode_prompts(tokenizer, [episode])
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         said.append((episode.prompt, text))
-        goes_on = episode.advance([], Generation([], [], False), text)
+        goes_on = episode.advance(prompt_ids, Generation(ids, [], False), text)
     return said, episode.trajectory
 
 
@@ -45,24 +60,18 @@ def expert_rows(env, tasks, tokenizer, count: int, noise: float, malformed: floa
         response = env.expert(rng, noise)
         return malform(response, rng) if rng.random() < malformed else response
 
-    turns, solved = [], 0
+    solved = []
     for played, task in enumerate(cycle(tasks), start=1):
-        said, trajectory = play_scripted(env, task, respond)
+        trajectory = play_scripted(env, task, respond, tokenizer)[1]
         if trajectory.success:
-            turns += said
-            solved += 1
-        if solved == count:
+            solved.append(trajectory)
+        if len(solved) == count:
             break
-        if played >= 200 and solved < played / 100:
-            raise RuntimeError(f"the expert solved {solved} of {played} episodes; sft_episodes {count} cannot be had")
-    texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m, _ in turns]
-    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    responses = tokenizer([text for _, text in turns], add_special_tokens=False)["input_ids"]
-    rows = []
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        ids = prompt + response + [tokenizer.eos_token_id]
-        rows.append(Row(ids, list(range(len(prompt), len(ids))), [i] * (len(response) + 1)))
-    return rows
+        if played >= 200 and len(solved) < played / 100:
+            raise RuntimeError(
+                f"the expert solved {len(solved)} of {played} episodes; sft_episodes {count} cannot be had"
+            )
+    return make_rows([solved], env.append_only)
 
 
 def solved_rows(trajectories: list[Trajectory], append_only: bool) -> list[Row]:

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from functools import partial
 from logging import getLogger
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
@@ -43,7 +44,7 @@ from diagnostics import (
 )
 from engines import Sampling, check_gap, make_engine
 from eval import closing_table, evaluate, evaluate_players, panel
-from grpo import add_old_logprobs, make_mini_batches, policy_loss, update_policy
+from grpo import add_advantages, add_old_logprobs, make_mini_batches, policy_loss, update_policy
 from losses import SURROGATES
 from plots import plot_curves, read_metrics
 from policy import check_head, load_policy
@@ -86,8 +87,7 @@ class Run:
         self.checkpoint, self.progress = checkpoint.where_to_go_on(self.folder, config.resume, config.steps, how)
         self.envs = make_envs(config, config.groups_per_step * config.group_size // self.accelerator.num_processes)
         self.env = self.envs[0]
-        can_show = hasattr(self.env, "expert") and not self.env.append_only
-        if config.sft_steps and config.sft_data == "expert" and not can_show:
+        if config.sft_steps and config.sft_data == "expert" and not hasattr(self.env, "expert"):
             raise ValueError(f"--sft_data expert: task {config.task} has none; allowed is rollouts, or --sft_steps 0")
         self.panels = {split: panel(self.env, split, config.eval_levels) for split in SPLITS}
         self.stream = TaskStream(self.env.tasks("train"), config.seed, self.progress.position)
@@ -193,15 +193,15 @@ def weigh(run: Run, groups: list, reference, packs: list) -> tuple[bool, dict[st
     """Give every turn and every sampled token its entropy and its advantage; whether any advantage differs from 0."""
     c, turns = run.config, [turn for group in groups for trajectory in group for turn in trajectory.turns]
     entropy = add_old_logprobs(run.model, reference, packs, c.temperature, len(turns))  # [N]
+    table = turn_table(groups, np.nan_to_num(entropy), c.inadmissible_is_invalid)
     advantage = ADVANTAGES[c.advantage]
-    advantages = advantage(turn_table(groups, entropy, c.inadmissible_is_invalid), **numbers_of(advantage, c))  # [N]
+    advantages = advantage(table, **numbers_of(advantage, c))  # [N]
     for i, turn in enumerate(turns):
         turn.entropy, turn.advantage = float(entropy[i]), float(advantages[i])
-    for pack in packs:
-        pack.advantages = torch.as_tensor(advantages, dtype=torch.float32, device=pack.sequence.device)[pack.sequence]
+    add_advantages(packs, advantages, table.trajectory if c.sequence == "trajectory" else None)
     gap = engine_gap(packs, c.rollout_is_cap)
     check_gap(gap["gap/mean"], run.dtype)
-    return bool(advantages.any()), {"entropy": float(entropy.mean()), "padding": padding(packs)} | gap
+    return bool(advantages.any()), {"entropy": float(np.nanmean(entropy)), "padding": padding(packs)} | gap
 
 
 def train_step(run: Run, reference, step: int) -> dict[str, float]:
@@ -213,7 +213,7 @@ def train_step(run: Run, reference, step: int) -> dict[str, float]:
     run.engine.sleep()
     metrics["rate/rollout"] = metrics["sampled_tokens"] / run.seconds["rollout"]
     metrics |= dict.fromkeys(UPDATE_METRICS) | {"tokens": 0, "updates": 0, "skipped_updates": 0}
-    rows = make_rows(groups, run.env.append_only)
+    rows = make_rows(groups, run.env.append_only, c.mask_invalid)
     rng = generator(c.seed, "mini-batches", step)
     batches = make_mini_batches(rows, c.mini_batch, c.tokens_per_micro_batch, pad, rng, device)
     with timed(run.seconds, "weighing"):

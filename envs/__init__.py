@@ -9,6 +9,8 @@ A task is a class in a file of its own with this surface; one instance plays one
     render(observation) -> str          append_only tasks: the text to append after a response
     parse(response) -> (action, valid)  never raises; action is None where the format is broken
     append_only, max_turns, words()     words(): every word of prompts and responses, for the built-in tokenizer
+    stop                                optional: texts that end a response, with the token that completes one
+    blocking                            optional: whether steps wait for something; those of a turn then do so together
     action_type(action), task_type(id)  for diagrams and reports
     expert(rng, noise) -> response      where the task has a solver
 
@@ -22,7 +24,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-TASKS = {"alfworld": "envs.alfworld:ALFWorld", "sokoban": "envs.sokoban:Sokoban", "webshop": "envs.webshop:WebShop"}
+TASKS = {
+    "alfworld": "envs.alfworld:ALFWorld",
+    "sokoban": "envs.sokoban:Sokoban",
+    "tir_math": "envs.tir_math:TIRMath",
+    "webshop": "envs.webshop:WebShop",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Step:
     done: bool  # the task is over; max_turns is not its business
     success: bool
     score: float  # of the episode so far
+    note: str = ""  # something that must not pass unseen, to be counted: a time limit, a grader that failed
 
 
 def load(name: str) -> type:

@@ -57,6 +57,8 @@ WRONG = {  # command line: what the one line must hold
     "--model /no/such/model": ["/no/such/model"],
     "--log_with nothing": ["--log_with nothing", "installed trackers"],
     "--record_groups -1": ["--record_groups -1", "0..1e6"],
+    "--sequence trajectory": ["--sequence trajectory", "contexts only grow", "sokoban"],
+    "--method empg --mask_invalid": ["--mask_invalid True", "empg"],
     "--entropy_threshold -0.1": ["--entropy_threshold -0.1", "0..1e3"],
     "--dry_run --task tetris": ["task 'tetris'", "path.py:Class"],
     "--list everything": ["--list", "'everything'", "methods"],

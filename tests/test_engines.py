@@ -97,10 +97,24 @@ def test_responses_end_behind_the_first_stop_token(engine):
     # case B26; stop tokens 1 and 7: one early, one at the limit (not truncated), none (truncated), one at once
     engine.stop = torch.tensor([1, 7])
     tokens = torch.tensor([[5, 7, 1, 0], [5, 6, 8, 1], [5, 6, 8, 9], [1, 1, 1, 1]])
-    cut = engine._cut(tokens, torch.zeros(4, 4))
+    cut = engine._cut(tokens, torch.zeros(4, 4), torch.isin(tokens, engine.stop))
     assert [g.ids for g in cut] == [[5, 7], [5, 6, 8, 1], [5, 6, 8, 9], [1]]
     assert [g.truncated for g in cut] == [False, False, True, False]
     assert [len(g.logprobs) for g in cut] == [2, 4, 4, 1]
+
+
+def test_responses_end_behind_the_token_that_completes_a_stop_text(engine, prompts, tokenizer):
+    """Words come back with blanks between them. The text spans two tokens and half of a third one's neighbours."""
+    free = engine.generate(prompts, list(range(8)), Sampling(1.0, 25))
+    stop = tokenizer.decode(free[1].ids[3:5])
+    held = engine.generate(prompts, list(range(8)), Sampling(1.0, 25, stop=(stop, "nowhere")))
+    assert held[1].by_text and not held[1].truncated and len(held[1].ids) <= 5
+    for whole, part in zip(free, held, strict=True):
+        ends = [n for n in range(1, len(whole.ids) + 1) if stop in tokenizer.decode(whole.ids[:n])]
+        length = ends[0] if ends else len(whole.ids)
+        assert part.ids == whole.ids[:length] and part.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
+        assert part.by_text == bool(ends) and part.truncated == (whole.truncated and not ends)
+    assert {part.by_text for part in held} == {True, False}
 
 
 def test_auto_is_vllm_on_a_gpu_that_has_it(model, tokenizer, monkeypatch):

@@ -1,6 +1,7 @@
 """The update: Table 1, mini-batches, global denominators, first ratio 1, clipping, skipped steps, the loss."""
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,16 @@ import policy
 from config import Config
 from diagnostics import PARTS
 from engines import Prompt, Sampling, TransformersEngine
-from grpo import METHODS, Method, add_old_logprobs, make_mini_batches, policy_loss, print_table, update_policy
+from grpo import (
+    METHODS,
+    Method,
+    add_advantages,
+    add_old_logprobs,
+    make_mini_batches,
+    policy_loss,
+    print_table,
+    update_policy,
+)
 from losses import AGGREGATIONS, SURROGATES, aggregate
 from policy import Pack, Row, sampled_logprobs
 
@@ -310,6 +320,33 @@ def test_rollout_weights_scale_the_surrogate_and_not_the_kl():
     assert gradient.tolist() == pytest.approx([term / 3 for term in weighted], rel=1e-5)  # d ratio = ratio d logprobs
     kl, _, _ = loss_of(rollout_is_cap=1.5, kl_coef=0.5)
     assert kl - loss == pytest.approx(0.5 * 1.0157244 / 3, rel=1e-5)
+
+
+def test_a_ratio_can_span_a_trajectory_whose_turns_keep_their_advantages():
+    """Turns 0, 1 (2 and 1 tokens) are trajectory 0, turn 2 is trajectory 1. Log-ratios -.2, -.2, .4 | .1: the GSPO
+    ratio of trajectory 0 is exp(0) = 1, by turn it would be e^-.2 and e^.4; of trajectory 1 e^.1, cut at 1.05."""
+    pack = Pack(*[torch.zeros(1)] * 6, torch.tensor([0, 0, 1, 2]))
+    pack.old_logprobs = torch.tensor([-1.0, -1.0, -2.0, -1.0])
+    logprobs = torch.tensor([-1.2, -1.2, -1.6, -0.9], requires_grad=True)
+    by_turn = replace(pack)
+    add_advantages([by_turn], np.array([-1.0, 2.0, 3.0]))
+    add_advantages([pack], np.array([-1.0, 2.0, 3.0]), np.array([0, 0, 1]))
+    assert pack.advantages.tolist() == by_turn.advantages.tolist() == [-1, -1, 2, 3]
+    assert by_turn.sequence.tolist() == [0, 0, 1, 2] and pack.sequence.tolist() == [0, 0, 0, 1]
+    gspo = partial(SURROGATES["gspo"], clip_low=0.3, clip_high=0.05)
+    losses, _ = gspo(logprobs, pack.old_logprobs, pack.advantages, pack.sequence)
+    assert losses.tolist() == pytest.approx([1.0, 1.0, -2.0, -3 * 1.05])
+    # d ratio / d logprob = ratio / 3 tokens; for each token of it
+    losses[2].backward(retain_graph=True)
+    assert logprobs.grad.tolist() == pytest.approx([-2 / 3] * 3 + [0])
+    losses, _ = gspo(logprobs, pack.old_logprobs, by_turn.advantages, by_turn.sequence)
+    assert losses.tolist() == pytest.approx([0.8187308, 0.8187308, -2 * 1.05, -3 * 1.05])
+
+
+def test_a_turn_that_is_in_no_pack_has_no_entropy(model, tokenizer):
+    batches, _ = sampled_batches(model, tokenizer, 1.0)
+    entropy = add_old_logprobs(model, model, [pack for batch in batches for pack in batch], 1.0, 9)
+    assert np.isfinite(entropy[:8]).all() and np.isnan(entropy[8])
 
 
 def test_sum_norm_divides_by_the_response_limit():

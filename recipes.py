@@ -12,7 +12,7 @@ NUMBERS = {
     "gspo": {"clip_low": 3e-3, "clip_high": 4e-3},
     "grpo": {},
     "gigpo": {"gamma": 0.95, "omega": 1.0},
-    "empg": {"k": 1.0, "k_next": 1.0, "zeta": 0.05},
+    "empg": {"k": 1.0, "k_next": 1.0, "zeta": 0.05, "mask_invalid": False},  # it looks at every turn
 }
 EXCEPTIONS = {
     "webshop paper": {"gspo": {"clip_low": 3e-2, "clip_high": 4e-2}},
@@ -112,11 +112,25 @@ RECIPES = {
         "max_prompt_tokens": 8196,
         "max_response_tokens": 4096,
         "history": 0,  # the context grows; its limit is max_prompt_tokens
+        "sequence": "trajectory",
+        "mask_invalid": True,
+        "problems": "official",
+        "eval_levels": 60,  # ours: as many as AIME24 and AIME25 have
         "steps": 17,
+        "sft_steps": 0,  # the paper starts from Base
     },
     "alfworld tiny": TINY | {"max_turns": 30, "max_prompt_tokens": 256, "max_response_tokens": 20, "games": "own"},
     "sokoban tiny": TINY
     | {"max_turns": 12, "observation": "coords", "max_walls": 1, "min_solution": 3, "max_solution": 8},
+    "tir_math tiny": TINY
+    | {
+        "mini_batch": 32,  # trajectories
+        "penalty": 0.0,
+        "max_turns": 5,
+        "max_response_tokens": 20,
+        "sequence": "trajectory",
+        "mask_invalid": True,
+    },
     "webshop tiny": TINY | {"max_turns": 15, "max_response_tokens": 20},
 }
 

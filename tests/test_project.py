@@ -21,8 +21,8 @@ def lines(paths):
 
 
 def test_parts_keep_their_line_budgets():
-    assert lines(ROOT / f"{name}.py" for name in CORE) <= 2550
-    assert lines(ROOT.glob("envs/*.py")) <= 1750
+    assert lines(ROOT / f"{name}.py" for name in CORE) <= 2620
+    assert lines(ROOT.glob("envs/*.py")) <= 2430
     assert lines(ROOT / f"{name}.py" for name in STUDY) <= 1500
     assert {path.stem for path in ROOT.glob("*.py")} <= {*CORE, *STUDY}
 

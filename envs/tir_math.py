@@ -48,10 +48,15 @@ PRELUDE = f"""def final_answer(answer):
 """
 GRADER = r"""from math_verify import parse, verify
 
-def equal(gold, answer):
-    settings = {"parsing_timeout": None, "raise_on_error": True}  # the sandbox's limit is the only one
-    gold, answer = (parse("\\boxed{" + text + "}", **settings) for text in (gold, answer))
-    return verify(gold, answer, timeout_seconds=None, raise_on_error=True)
+def equal(gold, answer, strict=True):
+    settings = {"parsing_timeout": None, "raise_on_error": strict}  # the sandbox's limit is the only one
+    try:
+        gold_and_answer = (parse("\\boxed{" + text + "}", **settings) for text in (gold, answer))
+        return verify(*gold_and_answer, timeout_seconds=None, raise_on_error=strict)
+    except Exception:  # of one way to compare; another one may do
+        if strict and equal(gold, answer, strict=False):
+            return True
+        raise
 """
 EXAMPLES = ("1/2", "0.5"), (r"\frac{\sqrt{2}}{2}", "x^2 - 1"), ("(1, 2)", r"\{1, 2\}")  # what they load is loaded
 PREPARE = f"""import logging, numpy, sympy

@@ -62,8 +62,9 @@ def read_rows(path: Path) -> list[dict]:
 def read_problems(where: str) -> dict[str, Problem]:
     """The problems of a folder (`official`: of $TIR_MATH_DATA), or of a data set of the hub, by task id.
 
-    A split is what files of its name hold; valid_seen is math500 or test, valid_unseen is aime24 and aime25, and each
-    is the other where there is but one of them. ValueError where a file, a column or a package is missing.
+    A split is what files of its name hold, but for problems without an answer; valid_seen is math500 or test,
+    valid_unseen is aime24 and aime25, and each is the other where there is but one of them. ValueError where a file,
+    a column or a package is missing.
     """
     name = os.environ.get("TIR_MATH_DATA", "~/.cache/tir_math") if where == "official" else where
     folder, splits = Path(name).expanduser(), {}
@@ -74,7 +75,8 @@ def read_problems(where: str) -> dict[str, Problem]:
             folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet", "*.jsonl"]))
         for path in sorted([*folder.rglob("*.parquet"), *folder.rglob("*.jsonl")]):
             split = re.sub(r"-\d+-of-\d+$", "", path.stem)
-            splits.setdefault(split, []).extend(read_problem(row, split) for row in read_rows(path))
+            problems = (read_problem(row, split) for row in read_rows(path))
+            splits.setdefault(split, []).extend(problem for problem in problems if problem.answer.strip())
         held_out = {split: sum((splits.get(file, []) for file in files), []) for split, files in HELD_OUT.items()}
         if not splits.get("train") or not any(held_out.values()):
             raise ValueError(f"there is {', '.join(splits) or 'no file'}")

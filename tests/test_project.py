@@ -22,7 +22,7 @@ def lines(paths):
 
 def test_parts_keep_their_line_budgets():
     assert lines(ROOT / f"{name}.py" for name in CORE) <= 2620
-    assert lines(ROOT.glob("envs/*.py")) <= 2430
+    assert lines(ROOT.glob("envs/*.py")) <= 2440
     assert lines(ROOT / f"{name}.py" for name in STUDY) <= 1500
     assert {path.stem for path in ROOT.glob("*.py")} <= {*CORE, *STUDY}
 

@@ -94,7 +94,7 @@ def read_printout(result: Result) -> tuple[str, str | None]:
     """What a call shows, its last line on stderr where it failed, cut in the middle; and the last final_answer."""
     printed, *marked = result.stdout.split(MARK)
     text, answer = "".join([printed, *(part.lstrip("\n") for part in marked[1::2])]), (marked[0::2] or [None])[-1]
-    if result.status not in ("ok", "output"):
+    if result.status != "ok":
         text = (result.stderr.strip().splitlines() or [f"interpreter {result.status}"])[-1]
     text = text.strip("\n")
     if len(text) > SHOWN:
@@ -112,6 +112,14 @@ def grade(sandbox: Sandbox, answer: str, gold: str) -> tuple[bool, str]:
     return result.stdout.strip() == "True", "" if result.status == "ok" else f"grader {result.status}"
 
 
+@cache
+def vocabulary(problems: str) -> tuple[str, ...]:
+    """Every word of prompts and of results that are shown, in a fixed order."""
+    known = own() if problems == "own" else read_problems(problems)
+    texts = [*TOKENS, *map(str, range(LARGEST + 1)), PROMPT, *(f"{p.question} {p.answer}" for p in known.values())]
+    return tuple(dict.fromkeys(" ".join(texts).split()))
+
+
 class TIRMath:
     """The task; its options are the keyword arguments, their meaning is in config.py. ValueError if one is bad."""
 
@@ -126,9 +134,9 @@ class TIRMath:
         max_turns: int = 5,
     ):
         self.problems = own() if problems == "own" else read_problems(problems)
-        self.prompt_style, self.max_turns = prompt_style, max_turns
+        self.source, self.prompt_style, self.max_turns = problems, prompt_style, max_turns
         self.sandbox = shared_sandbox(sandbox)
-        self.known = {*self.words()} if problems == "own" or prompt_style == "compact" else None
+        self.known = frozenset(vocabulary(problems)) if problems == "own" or prompt_style == "compact" else None
         if problems == "own":  # there is no expert for others
             self.expert = self._expert
 
@@ -199,9 +207,7 @@ class TIRMath:
 
     def words(self) -> list[str]:
         """Every word of prompts and results, in a fixed order."""
-        numbers = map(str, range(LARGEST + 1))
-        texts = [*TOKENS, *numbers, PROMPT, *(f"{p.question} {p.answer}" for p in self.problems.values())]
-        return list(dict.fromkeys(" ".join(texts).split()))
+        return list(vocabulary(self.source))
 
     def action_type(self, action: str | None) -> str:
         """code, answer, or invalid for a void response."""

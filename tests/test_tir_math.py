@@ -234,7 +234,7 @@ def test_official_files_are_read_as_they_are(official, sandbox):
     [message] = env.prompt([(seen, None)])
     assert message["content"] == PROMPT + official["aime25/0"].question
     assert message["content"].startswith("Solve the following problem step by step. You now have the ability to selec")
-    assert "writing" not in PROMPT and "\\\n" not in PROMPT and PROMPT.count("\n") == 12
+    assert "\\\n" not in PROMPT and PROMPT.count("\n") == 12
     assert env.step(f"answer {official['aime25/0'].answer}").success
 
 

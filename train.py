@@ -79,8 +79,6 @@ class Run:
     def __init__(self, config: Config):
         """Build and check everything that can fail before any work starts. ValueError or OSError say what is wrong."""
         self.config, self.folder, self.seconds = config, check_folder(config), {}  # seconds since the last log line
-        if not config.model:
-            torch.set_num_threads(1)  # a second thread slows a model this small down, by far on a busy machine
         set_seed(config.seed)
         self.accelerator = make_accelerator(config.model, config.log_with, self.folder, config.groups_per_step)
         self.main, how = self.accelerator.is_main_process, launched(self.accelerator)
@@ -93,6 +91,8 @@ class Run:
         self.stream = TaskStream(self.env.tasks("train"), config.seed, self.progress.position)
         name = str(self.folder / "reference") if self.checkpoint else config.model
         model, self.tokenizer = load_policy(name, self.env.words(), config.hidden, config.layers, config.dtype)
+        if model.num_parameters() < 10**6:
+            torch.set_num_threads(1)  # a second thread slows a model this small down, by far on a busy machine
         check_head(model)
         check_first_prompt(self.tokenizer, self.env, self.stream.tasks[0], config.max_prompt_tokens)
         self.dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else model.dtype  # it computes in

@@ -12,7 +12,7 @@ from losses import AGGREGATIONS
 
 ROOT = Path(__file__).parent.parent
 CORE = "losses advantages grpo policy ranks rollout engines recipes config checkpoint train".split()
-STUDY = "sft eval lab plots sankey diagnostics records tiny branching agents".split()
+STUDY = "sft eval lab report plots sankey diagnostics records tiny branching agents".split()
 PRODUCT = sorted([*ROOT.glob("*.py"), *ROOT.glob("envs/*.py")])
 
 
@@ -23,7 +23,7 @@ def lines(paths):
 def test_parts_keep_their_line_budgets():
     assert lines(ROOT / f"{name}.py" for name in CORE) <= 2620
     assert lines(ROOT.glob("envs/*.py")) <= 2440
-    assert lines(ROOT / f"{name}.py" for name in STUDY) <= 1500
+    assert lines(ROOT / f"{name}.py" for name in STUDY) <= 2000
     assert {path.stem for path in ROOT.glob("*.py")} <= {*CORE, *STUDY}
 
 
@@ -51,7 +51,7 @@ def test_formulas_know_nothing_of_models_or_settings():
 
 def test_arrows_go_one_way():
     levels = ["losses advantages recipes plots tiny ranks", "policy diagnostics", "engines grpo", "rollout"]
-    levels += ["config records", "sft sankey checkpoint", "eval", "train"]
+    levels += ["config records report", "sft sankey checkpoint", "eval lab", "train"]
     below = {"envs"}
     for level in (level.split() for level in levels):
         for name in level:

@@ -113,6 +113,12 @@ def run_name(flags: str) -> str:
     return ",".join([pairs.pop("--method"), *(f"{flag[2:]}={value}" for flag, value in pairs.items())])
 
 
+def recipe_of(typed: dict) -> str:
+    """The recipe that train.py takes by these settings."""
+    which = typed.get("recipe", "auto")
+    return which if which != "auto" else "paper" if "model" in typed else "tiny"
+
+
 def read_seeds(text: str) -> list[int]:
     """`0-2` or `0,3,4` as a list. ValueError if it is neither."""
     first, dash, last = text.partition("-")
@@ -149,8 +155,8 @@ class Lab:
         typed = Parser().read(flags)
         for name in {"method", "seed", "output", "name", "resume", "overwrite"} & typed.keys():
             raise ValueError(f"--{name} {typed[name]}: not allowed, the lab gives it to every run")
-        self.recipe = "paper" if "model" in typed else "tiny"  # --model is the cloned policy's folder later on
-        all_variants = STUDIES[self.recipe][args.study]
+        recipe = recipe_of(typed)  # said to every run, since --model is the cloned policy's folder later on
+        all_variants = STUDIES[recipe][args.study]
         methods = list(dict.fromkeys(variant.split()[1] for variant in all_variants))
         if wrong := set(args.methods.split(",")) - {*methods, ""}:
             raise ValueError(f"--methods {min(wrong)}: allowed in {args.study} are {', '.join(methods)}")
@@ -159,7 +165,7 @@ class Lab:
             resolve(typed | Parser().read(shlex.split(variant)))
         self.label = args.label or typed.get("task", "sokoban").rpartition(":")[2]
         self.runs, self.results = args.output / "lab" / self.label, args.results / self.label
-        self.launcher, self.flags = shlex.split(args.launcher) or [sys.executable], ["--recipe", self.recipe, *flags]
+        self.launcher, self.flags = shlex.split(args.launcher) or [sys.executable], [*flags, "--recipe", recipe]
         for folder in (self.runs, self.results):
             folder.mkdir(parents=True, exist_ok=True)
         note, text = self.results / "flags.txt", shlex.join(flags) + "\n"
@@ -255,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
             folder = args.results / (args.label or "sokoban")
             if not (folder / "flags.txt").exists():
                 raise ValueError(f"--label {args.label!r}: {folder} is no folder of results; run a study first")
-            recipe = "paper" if "--model" in (folder / "flags.txt").read_text() else "tiny"
+            recipe = recipe_of(Parser().read(shlex.split((folder / "flags.txt").read_text())))
             print(report.write(folder, STUDIES[recipe], HARD[recipe]))
             return 0
         if not 1 <= args.jobs <= 64:

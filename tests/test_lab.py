@@ -176,10 +176,14 @@ def test_flags_of_the_user_go_to_every_run_and_belong_to_the_label(run, capsys):
     more = ("--task", "webshop", "--model", "some/model", "--groups_per_step", "8")
     assert run("collapse", "--seeds", "0", "--methods", "gspo,sapo", *more) == 0
     calls = run.calls("webshop")
-    assert len(calls) == 3 and all("--recipe paper --task webshop --model some/model" in call for call in calls)
+    assert len(calls) == 3 and all(
+        "--task webshop --model some/model --groups_per_step 8 --recipe paper" in call for call in calls
+    )
     for call in calls[1:]:  # the later --model, that of the cloned policy, counts; what is hard is Table 6 as it is
         assert "--model runs/lab/webshop/clone-seed0/reference --sft_steps 0" in call.partition("some/model")[2]
         assert "--learning_rate" not in call
+    assert run("stabilise", "--seeds", "0", *more, "--recipe", "tiny", "--label", "small") == 0
+    assert all("--recipe tiny" in call for call in run.calls("small")) and "--learning_rate" in run.calls("small")[-1]
     with pytest.raises(SystemExit) as stopped:
         run("collapse", "--task", "webshop", "--model", "another/model")
     assert stopped.value.code == 2 and "some/model" in capsys.readouterr().err

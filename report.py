@@ -19,6 +19,7 @@ import plots
 STABLE = 0.01  # ours: largest variance of success over the last fifth of the steps (Section 3.1, (4), leaves it open)
 COLLAPSED = 0.5  # ours: success, a mean of three steps, below this share of its best before
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t by degrees of freedom, 1 to 9
+CURVES = ("train/success", "eval/success", "format_valid", "kl_ref", "grad_norm")
 Runs = dict[int, dict]  # summaries of a variant by seed
 
 
@@ -174,7 +175,7 @@ def verdicts(found: dict[str, Runs], hard: str) -> list[str]:
     claims.append(("", "SAMPO improves on GRPO, at equal episodes", "sampo", differences_at_equal_episodes))
     for finding, claim, method, difference in claims:
         if values := difference(of(method), of("grpo")):
-            evidence = f"{cell(values)}, {len(values)} seeds"
+            evidence = f"{cell(values)}, n = {len(values)}"
             rows.append((finding, claim, judge_interval(values), evidence))
     scopes = {"turn_sum": "", "episode": " --penalty_scope episode"}
     scopes["turn_local"] = " --penalty_scope turn_local --baseline turn"
@@ -183,7 +184,7 @@ def verdicts(found: dict[str, Runs], hard: str) -> list[str]:
             gain = filter_gain(*(of(m, more) for m in ("dapo_gigpo", "gigpo", "dapo", "grpo")), key)
             if gain:
                 values, parts = gain
-                evidence = f"{cell(values)}, {len(values)} seeds; {parts}"
+                evidence = f"{cell(values)}, n = {len(values)}; {parts}"
                 rows.append(("4", f"the filter {claim} (penalty: {scope})", judge_interval(values), evidence))
     lines = ["| finding | claim | verdict | evidence |", "|---|---|---|---|"]
     return lines + [f"| {' | '.join(row)} |" for row in rows]
@@ -213,7 +214,7 @@ def looks_of(variants: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def draw_curves(study: dict, found: dict[str, Runs], path: Path) -> None:
-    """Success in training and held out, and format, over steps: mean and range over seeds that all have."""
+    """CURVES over steps: mean and range over the seeds that all variants have."""
     shown = [variant for variant in study if variant in found]
     seeds, looks, (names, _) = set.intersection(*(set(found[v]) for v in shown)), looks_of(shown), short_names(shown)
     groups = []
@@ -226,7 +227,7 @@ def draw_curves(study: dict, found: dict[str, Runs], path: Path) -> None:
         ]
         groups.append(plots.Group(names[variant], *looks[variant], runs))
     with plots.plt.rc_context(plots.LOOK):
-        figure = plots.draw_figure(groups, ("train/success", "eval/success", "format_valid"))
+        figure = plots.draw_figure(groups, CURVES)
         figure.savefig(path, dpi=80)
     plots.plt.close(figure)
 

@@ -37,10 +37,10 @@ class Progress:
     results: dict[str, dict] = field(default_factory=dict)  # by policy and panel
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict, indent: int | None = 1) -> None:
     """Write a file as a whole or not at all: a process that is killed, or a full disk, leaves the one before."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1))
+    partial.write_text(json.dumps(content, indent=indent) + "\n")
     os.replace(partial, path)
 
 

@@ -207,7 +207,7 @@ class Lab:
         try:
             start = ["--model", str(cloned.result()), "--sft_steps", "0"] if cloned else []
             folder = self.run(name, [*start, *words], seed)
-            write_json(self.summary(variant, seed), summary_of(folder, variant, seed))
+            write_json(self.summary(variant, seed), summary_of(folder, variant, seed), indent=None)
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         except RuntimeError as error:
             write_json(self.summary(variant, seed), {"flags": variant, "seed": seed, "failed": str(error)})

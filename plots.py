@@ -195,7 +195,7 @@ def draw_lines(axis, groups: list[Group], key: str) -> None:
         marker = "o" if key == "eval/success" or len(steps) == 1 else ""
         axis.plot(steps, mean, lw=2.4, marker=marker, ms=7, **look)
         if len(runs) > 1:
-            axis.fill_between(steps, low, high, color=group.color, alpha=0.18, lw=0)
+            axis.fill_between(steps, low, high, color=group.color, alpha=min(0.18, 0.8 / len(groups)), lw=0)
         for run in runs:
             rest = {step: value for step, value in run.items() if step >= steps[-1]}
             if len(rest) > 1:

@@ -252,7 +252,7 @@ def draw_ends(study: dict, found: dict[str, Runs], path: Path) -> None:
         left.set(title="held-out success, a dot a seed", yticks=range(len(shown)), yticklabels=list(names.values()))
         left.invert_yaxis()
         right.axvline(0, color="black", lw=1)
-        right.set(title="difference (circle: equal steps, square: equal episodes)")
+        right.set(title="difference: ● equal steps, ■ equal episodes")
         for axis in (left, right):
             axis.grid(alpha=0.3)
         figure.savefig(path, dpi=80)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,20 @@ def test_a_variant_with_a_seed_less_is_drawn_with_the_seeds_that_all_have(tmp_pa
     save(tmp_path, "--method grpo", by_seed(0.5, 0.25, 0.5))
     save(tmp_path, "--method gspo", by_seed(0.5))
     assert "| `gspo` | 0 | 0.500 | 0.500 |" in write(tmp_path, STUDIES["tiny"], "").read_text()
+
+
+def test_what_is_committed_is_what_the_summaries_give_and_results_md_quotes_it(tmp_path):
+    committed = ROOT / "results" / "sokoban"
+    for path in committed.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    text = write(tmp_path, STUDIES["tiny"], HARD["tiny"]).read_text()
+    lines = (committed / "report.md").read_text().splitlines()
+    assert text.splitlines()[1:] == lines[1:]
+    assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in committed.glob("*.png")}
+    said = (ROOT / "RESULTS.md").read_text()
+    quoted = [line for line in said.splitlines() if line.startswith("|") and line not in lines]
+    assert not quoted  # every table is the report's
+    assert all((ROOT / picture).exists() for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", said))
 
 
 def test_an_empty_folder_is_refused(tmp_path):

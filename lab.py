@@ -34,7 +34,6 @@ from grpo import METHODS
 
 TABLE_3 = [method for method in METHODS if method != "sampo_released"]
 FILTERED = {"grpo": "dapo", "gigpo": "dapo_gigpo"}
-SCOPES = ("", " --penalty_scope episode", " --penalty_scope turn_local --baseline turn")
 
 
 def from_start(*steps: str) -> dict[str, str | None]:
@@ -81,7 +80,7 @@ def studies(hard: str, large: int, steps: int, gspo: tuple[str, str]) -> dict[st
         ),
         "filter": {  # Finding 4
             f"--method {m}{scope}": None if m == without else f"--method {without}{scope}"
-            for scope in SCOPES
+            for scope in report.SCOPES.values()
             for without, with_filter in FILTERED.items()
             for m in (without, with_filter)
         },

@@ -19,6 +19,11 @@ import plots
 STABLE = 0.01  # ours: largest variance of success over the last fifth of the steps (Section 3.1, (4), leaves it open)
 COLLAPSED = 0.5  # ours: success, a mean of three steps, below this share of its best before
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t by degrees of freedom, 1 to 9
+SCOPES = {  # of the format penalty, as flags of train.py
+    "turn_sum": "",
+    "episode": " --penalty_scope episode",
+    "turn_local": " --penalty_scope turn_local --baseline turn",
+}
 CURVES = ("train/success", "eval/success", "format_valid", "kl_ref", "grad_norm")
 Runs = dict[int, dict]  # summaries of a variant by seed
 
@@ -177,9 +182,7 @@ def verdicts(found: dict[str, Runs], hard: str) -> list[str]:
         if values := difference(of(method), of("grpo")):
             evidence = f"{cell(values)}, n = {len(values)}"
             rows.append((finding, claim, judge_interval(values), evidence))
-    scopes = {"turn_sum": "", "episode": " --penalty_scope episode"}
-    scopes["turn_local"] = " --penalty_scope turn_local --baseline turn"
-    for scope, more in scopes.items():
+    for scope, more in SCOPES.items():
         for key, claim in (("success", "helps GiGPO more than GRPO"), ("format_valid", "costs GRPO more format")):
             gain = filter_gain(*(of(m, more) for m in ("dapo_gigpo", "gigpo", "dapo", "grpo")), key)
             if gain:

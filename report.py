@@ -212,7 +212,7 @@ def looks_of(variants: list[str]) -> dict[str, tuple[str, str]]:
     methods = [shlex.split(variant)[1] for variant in variants]
     if len(set(methods)) == len(methods):
         return {v: plots.STYLES.get(m, plots.OTHER) for v, m in zip(variants, methods, strict=True)}
-    looks = sorted(set(plots.STYLES.values()), key=lambda look: look[1] != "-")
+    looks = sorted(dict.fromkeys(plots.STYLES.values()), key=lambda look: look[1] != "-")
     return {variant: looks[i % len(looks)] for i, variant in enumerate(variants)}
 
 
@@ -239,7 +239,7 @@ def draw_ends(study: dict, found: dict[str, Runs], path: Path) -> None:
     """Held-out success at the end, a dot a seed; differences with their intervals at equal steps and episodes."""
     shown = [variant for variant in study if variant in found]
     names, looks = short_names(shown)[0], looks_of(shown)
-    with plots.plt.rc_context(plots.LOOK | {"font.size": 12}):
+    with plots.plt.rc_context(plots.LOOK | {"font.size": 12, "axes.titlesize": 12}):
         size = {"figsize": (13, 1.6 + 0.42 * len(shown)), "sharey": True}
         figure, (left, right) = plots.plt.subplots(1, 2, **size)
         for row, variant in enumerate(shown):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+import plots
 import report
 from lab import HARD, STUDIES, run_name
 from report import (
@@ -19,6 +20,7 @@ from report import (
     is_stable,
     judge_collapse,
     judge_interval,
+    looks_of,
     mean_interval,
     short_names,
     success_after,
@@ -118,6 +120,14 @@ def test_names_leave_out_what_all_share():
     names, shared = short_names(["--method a --x 1 --y 2", "--method b --x 1 --y 2 --y 3", "--method a --x 1 --z 4"])
     assert list(names.values()) == ["a --y 2", "b --y 3", "a --z 4"] and shared == "--x 1"
     assert short_names(["--method a --x 1"]) == ({"--method a --x 1": "a --x 1"}, "")
+
+
+def test_variants_of_one_method_are_told_apart_and_always_look_the_same():
+    looks = [looks_of([f"--method grpo --k {i}" for i in range(n)]) for n in (4, 6)]
+    assert len(set(looks[1].values())) == 6 and list(looks[1].values())[:4] == list(looks[0].values())
+    solid = [look for look in plots.STYLES.values() if look[1] == "-"]
+    assert list(looks[1].values()) == list(dict.fromkeys(solid))[:6]
+    assert looks_of(["--method sapo", "--method grpo"])["--method grpo"] == plots.STYLES["grpo"]
 
 
 def save(folder, variant, runs):

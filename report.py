@@ -236,17 +236,18 @@ def draw_curves(study: dict, found: dict[str, Runs], path: Path) -> None:
 
 
 def draw_ends(study: dict, found: dict[str, Runs], path: Path) -> None:
-    """Held-out success at the end, a dot a seed; differences with their intervals at equal steps and episodes."""
+    """Held-out success and format at the end, a dot a seed; differences with intervals at equal steps and episodes."""
     shown = [variant for variant in study if variant in found]
     names, looks = short_names(shown)[0], looks_of(shown)
     with plots.plt.rc_context(plots.LOOK | {"font.size": 12, "axes.titlesize": 12}):
-        size = {"figsize": (13, 1.6 + 0.42 * len(shown)), "sharey": True}
-        figure, (left, right) = plots.plt.subplots(1, 2, **size)
+        size = {"figsize": (15, 1.6 + 0.42 * len(shown)), "sharey": True, "width_ratios": (3, 2, 3)}
+        figure, (left, middle, right) = plots.plt.subplots(1, 3, **size)
         for row, variant in enumerate(shown):
             runs, base, color = found[variant], found.get(study[variant], {}), looks[variant][0]
-            values = [final(run) for run in runs.values()]
-            left.plot(values, [row] * len(values), "o", color=color, ms=6, alpha=0.6)
-            left.plot([np.mean(values)] * 2, [row - 0.3, row + 0.3], color=color, lw=2.4)
+            for axis, key in ((left, "success"), (middle, "format_valid")):
+                values = [final(run, key=key) for run in runs.values()]
+                axis.plot(values, [row] * len(values), "o", color=color, ms=6, alpha=0.6)
+                axis.plot([np.mean(values)] * 2, [row - 0.3, row + 0.3], color=color, lw=2.4)
             both = (differences(runs, base), differences_at_equal_episodes(runs, base))
             for values, marker, shift in zip(both, "os", (-0.14, 0.14), strict=True):
                 if len(values) > 1:
@@ -254,9 +255,10 @@ def draw_ends(study: dict, found: dict[str, Runs], path: Path) -> None:
                     right.errorbar(mean, row + shift, xerr=half, color=color, marker=marker, ms=6, lw=1.8, capsize=3)
         left.set(title="held-out success, a dot a seed", yticks=range(len(shown)), yticklabels=list(names.values()))
         left.invert_yaxis()
+        middle.set(title="turns in the format")
         right.axvline(0, color="black", lw=1)
-        right.set(title="difference: ● equal steps, ■ equal episodes")
-        for axis in (left, right):
+        right.set(title="difference at equal ● steps, ■ episodes")
+        for axis in (left, middle, right):
             axis.grid(alpha=0.3)
         figure.savefig(path, dpi=80)
     plots.plt.close(figure)

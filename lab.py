@@ -132,7 +132,7 @@ def read_seeds(text: str) -> list[int]:
 
 def summary_of(folder: Path, flags: str, seed: int) -> dict:
     """What the report needs of a finished run: metrics by step, held-out results by step, panels at the end."""
-    metrics, report = plots.read_metrics(folder / "metrics.jsonl"), json.loads((folder / "results.json").read_text())
+    metrics, saved = plots.read_metrics(folder / "metrics.jsonl"), json.loads((folder / "results.json").read_text())
     keys = "train/success format_valid episodes updates staleness grad_norm kl_ref entropy outside_low outside_high"
     keys += " eval/success eval/success_low eval/success_high eval/format_valid eval/score_turn_weighted"
     curves = {key: plots.values_of(metrics, key) for key in keys.split()}
@@ -140,9 +140,9 @@ def summary_of(folder: Path, flags: str, seed: int) -> dict:
     shown = ("success", "success_low", "success_high", "score", "score_turn_weighted", "format_valid")
     results = {
         policy: {panel: {key: round(result[key], 4) for key in shown} for panel, result in panels.items()}
-        for policy, panels in report["results"].items()
+        for policy, panels in saved["results"].items()
     }
-    seconds = {part: round(value, 1) for part, value in report["seconds"].items()}
+    seconds = {part: round(value, 1) for part, value in saved["seconds"].items()}
     return {"flags": flags, "seed": seed, "results": results, "seconds": seconds, "curves": curves}
 
 
